@@ -1,0 +1,1 @@
+"""One module per command of ``vlfit``; see ``launcher.cli`` for what each must have."""
