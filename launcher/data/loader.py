@@ -1,0 +1,172 @@
+"""Batches of tensors for one rank, from a store and a plan.
+
+With workers, torch's DataLoader runs them. They come from a fork server that has imported torch once, so
+they share its memory and inherit no thread, lock or CUDA context of the training process; they reopen the
+store by its path, and leave signals to the rank.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from launcher.data.batches import MicroBatch, Plan
+from launcher.data.order import DataPosition
+from launcher.data.store import Store
+from models.errors import UserError
+
+_PREFETCH = 2
+
+
+class RawBatch(NamedTuple):
+    """One micro-batch of one rank, before augmentation, masking and normalisation."""
+
+    images: Tensor
+    """uint8 [B,3,S,S]."""
+    input_ids: Tensor
+    """int64 [B,L], padded with the store's ``pad_id``."""
+    attention_mask: Tensor
+    """bool [B,L]: true for real tokens."""
+    sample_ids: Tensor
+    """int64 [B]."""
+    image_ids: Tensor
+    """int64 [B]: equal for the same picture."""
+    caption_ids: Tensor
+    """int64 [B]: equal for the same text."""
+    rows: Tensor
+    """int64 [B]: place in the endless stream of epochs; ``row // len(store)`` is the epoch."""
+    weights: Tensor
+    """float32 [B]: summing to 1 over the rows of all ranks in the optimizer step."""
+
+
+class Loader:
+    """Iterates RawBatch from ``start`` on, without end: epoch follows epoch.
+
+    Each step of the plan gives the same number of batches on every rank. The caller moves its
+    DataPosition by ``plan.after`` when the optimizer has stepped; what workers prefetch does not count.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        plan: Plan,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        start: DataPosition | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.batches = StoreBatches(store)
+        self.requests = _Requests(plan, start or DataPosition(), rank, world_size)
+        self.workers = workers
+        self.pin_memory = pin_memory
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        if not self.workers:
+            yield from map(self.batches.__getitem__, self.requests)
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["launcher.data.loader"])
+        check_shared_memory(self.workers, self.batches.batch_bytes(next(iter(self.requests))))
+        yield from DataLoader(
+            self.batches,
+            sampler=self.requests,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=self.workers,
+            prefetch_factor=_PREFETCH,
+            multiprocessing_context=context,
+            worker_init_fn=_leave_signals,
+            pin_memory=self.pin_memory,
+        )
+
+
+class StoreBatches(Dataset):
+    """Maps a MicroBatch to tensors; pickles as the path of its store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __getitem__(self, batch: MicroBatch) -> RawBatch:
+        store, manifest = self.store, self.store.manifest
+        image_ids = store.image_ids[batch.sample_ids]
+        caption_ids = store.caption_ids[batch.sample_ids]
+        size = manifest.image_size
+        images_B3SS = _empty((len(image_ids), 3, size, size))
+        store.gather(image_ids, images_B3SS.numpy())
+        tokens = [store.input_ids(caption_id) for caption_id in caption_ids.tolist()]
+        length = batch.length or max(map(len, tokens))
+        ids_BL = np.full((len(tokens), length), manifest.pad_id, dtype=np.int64)
+        for row, ids in zip(ids_BL, tokens, strict=True):
+            kept = ids[:length]
+            row[: len(kept)] = kept
+            if len(kept) < len(ids):
+                row[-1] = manifest.sep_id
+        lengths_B1 = np.array([[min(len(ids), length)] for ids in tokens])
+        return RawBatch(
+            images=images_B3SS,
+            input_ids=torch.from_numpy(ids_BL),
+            attention_mask=torch.from_numpy(np.arange(length) < lengths_B1),
+            sample_ids=torch.from_numpy(batch.sample_ids),
+            image_ids=torch.from_numpy(image_ids),
+            caption_ids=torch.from_numpy(caption_ids),
+            rows=torch.from_numpy(batch.rows),
+            weights=torch.from_numpy(batch.weights),
+        )
+
+    def batch_bytes(self, batch: MicroBatch) -> int:
+        """Bytes of the images of a batch, which outweigh all else."""
+        return len(batch.sample_ids) * 3 * self.store.manifest.image_size**2
+
+
+class _Requests(Sampler):
+    """The rank's micro-batches from ``start`` on; DataLoader sends them to its workers one by one."""
+
+    def __init__(self, plan: Plan, start: DataPosition, rank: int, world_size: int) -> None:
+        self.plan, self.start, self.rank, self.world_size = plan, start, rank, world_size
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        position = self.start
+        while True:
+            yield from self.plan.step(position, self.rank, self.world_size)
+            position = self.plan.after(position)
+
+
+def check_shared_memory(workers: int, batch_bytes: int, folder: str = "/dev/shm") -> None:
+    """Compare what prefetched batches need with what is free: workers beyond it die of a bus error."""
+    if not os.path.isdir(folder):
+        return
+    needed = workers * (_PREFETCH + 1) * batch_bytes
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{folder} has {free / 2**20:.0f} MiB free, but {workers} workers prefetch {needed / 2**20:.0f} MiB; "
+            "use fewer --workers (0 needs none), a smaller micro-batch, or a larger /dev/shm (docker --shm-size)"
+        )
+
+
+def _empty(shape: tuple[int, ...]) -> Tensor:
+    """Allocate uint8; in a worker directly in shared memory, as torch's own collate function does, because
+    a tensor elsewhere would be copied there when it is sent."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(int(np.prod(shape)))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
+
+
+def _leave_signals(_: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _as_it_is(batch: RawBatch) -> RawBatch:
+    return batch
