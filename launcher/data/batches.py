@@ -9,6 +9,7 @@ ranks have the same number of micro-batches.
     W = 4:     r0 ──│ r1 ──│ r2 ──│ r3 ──     accumulation 2
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,10 @@ class MicroBatch:
     weight × row loss; where ranks are averaged (DDP, ZeRO), multiply by the world size."""
     length: int | None
     """Tokens to pad to; None: the longest caption of the batch."""
+
+
+Cost = Callable[[int, int], int]
+"""(rows, tokens per row) → bytes of a micro-batch."""
 
 
 class Plan(Protocol):

@@ -40,7 +40,7 @@ class Column:
         data = np.ascontiguousarray(array, dtype=self.dtype)
         assert data.shape[1:] == self.row_shape, (self.path, data.shape)
         if data.size:
-            view = memoryview(data).cast("B")
+            view = data.reshape(-1).view(np.uint8).data
             _write_all(self.file.fileno(), view)
             self.hasher.update(view)
             self.rows += len(data)

@@ -128,7 +128,7 @@ def _turn(image: Image.Image, small: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """Give the transform from an embedded ICC profile; None for sRGB and for a profile that does not apply."""
+    """Give the transform from an embedded ICC profile; None for sRGB, or where the profile does not apply."""
     try:
         embedded = ImageCms.ImageCmsProfile(BytesIO(profile))
         if mode == "RGB" and "sRGB" in ImageCms.getProfileDescription(embedded):

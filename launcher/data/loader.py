@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ class Loader:
             self.batches,
             sampler=self.requests,
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]  # batch_size=None: gets one item, no list
             num_workers=self.workers,
             prefetch_factor=_PREFETCH,
             multiprocessing_context=context,
@@ -148,8 +148,9 @@ def check_shared_memory(workers: int, batch_bytes: int, folder: str = "/dev/shm"
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"{folder} has {free / 2**20:.0f} MiB free, but {workers} workers prefetch {needed / 2**20:.0f} MiB; "
-            "use fewer --workers (0 needs none), a smaller micro-batch, or a larger /dev/shm (docker --shm-size)"
+            f"{folder} has {free / 2**20:.0f} MiB free, but {workers} workers prefetch "
+            f"{needed / 2**20:.0f} MiB; use fewer --workers (0 needs none), a smaller micro-batch, "
+            "or a larger /dev/shm (docker --shm-size)"
         )
 
 
@@ -158,8 +159,9 @@ def _empty(shape: tuple[int, ...]) -> Tensor:
     a tensor elsewhere would be copied there when it is sent."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(int(np.prod(shape)))
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
+    storage: Any = torch.UntypedStorage._new_shared(int(np.prod(shape)))
+    tensor: Any = torch.empty(0, dtype=torch.uint8)
+    return tensor.set_(storage, 0, shape)
 
 
 def _leave_signals(_: int) -> None:

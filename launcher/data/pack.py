@@ -149,6 +149,9 @@ def _fill(
     progress: Progress | None,
 ) -> None:
     """Run every record that the writer does not have yet through the workers."""
+    total = source.rows
+    if progress and total is None:
+        total = sum(1 for _ in source.read(False))
     batches = _batches(islice(source.read(True), writer.records, None))
     pool = None
     if workers:
@@ -160,7 +163,7 @@ def _fill(
                 _stop_at_first(results)
             writer.add(results)
             if progress:
-                progress(writer.records, source.rows)
+                progress(writer.records, total)
     finally:
         if pool:
             pool.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -13,7 +13,7 @@ Outcome = TypeVar("Outcome")
 _IN_FLIGHT_PER_WORKER = 3
 
 
-class OrderedPool:
+class OrderedPool(Generic[Item, Outcome]):
     """Maps batches of items to lists of outcomes, in order, with a bounded number of batches in flight.
 
     A worker that dies (a decoder's segmentation fault, the kernel's out-of-memory killer) takes its whole

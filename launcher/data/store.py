@@ -18,7 +18,7 @@ class Sample:
     """One image with one of its captions."""
 
     image: np.ndarray
-    """uint8 [3,S,S]; of a decoded store a view of the mapped file (private: writing to it changes no file)."""
+    """uint8 [3,S,S]; of a decoded store a view of the mapped file (writing to it changes no file)."""
     input_ids: np.ndarray
     """int32 [L], [CLS] first and [SEP] last."""
     sample_id: int
@@ -67,7 +67,7 @@ class Store:
         if self._places is None:
             shard, row = divmod(image_id, self.manifest.shard_rows)
             return self._shards[shard][row]
-        with Image.open(BytesIO(self.encoded(image_id))) as image:
+        with Image.open(BytesIO(self.encoded(image_id).data)) as image:
             return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
     def encoded(self, image_id: int) -> np.ndarray:
@@ -109,7 +109,8 @@ class Store:
             raise DataError(f"{path}: not the array that was packed ({error}); pack again") from None
         if array.shape != entry.shape or array.dtype.str != entry.dtype:
             raise DataError(
-                f"{path}: holds {array.dtype.str} {array.shape}, the manifest says {entry.dtype} {entry.shape}; pack again"
+                f"{path}: holds {array.dtype.str} {array.shape}, "
+                f"the manifest says {entry.dtype} {entry.shape}; pack again"
             )
         return array
 

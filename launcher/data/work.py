@@ -90,7 +90,7 @@ class Worker:
         if record.problem is not None:
             reason, detail = record.problem
             result.problems.append(
-                Problem(record.source, record.row, reason, detail, max(1, len(record.captions)))
+                Problem(record.source, record.row, reason, detail, max(record.lost, len(record.captions)))
             )
             return result
         texts = []

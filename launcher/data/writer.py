@@ -32,6 +32,7 @@ from launcher.data.work import Result
 from models.errors import DataError
 
 ERRORS = "errors.jsonl"
+Channels = tuple[float, float, float]
 _COLUMNS = {
     "image_hashes": ("uint8", (16,)),
     "caption_text": ("uint8", ()),
@@ -115,7 +116,7 @@ class StoreWriter:
         for column in self._all():
             column.close()
 
-    def mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def mean_and_std(self) -> tuple[Channels, Channels]:
         """Per channel, of pixels in [0, 1], over all different pictures; exact, from the histogram."""
         values = np.arange(256) / 255
         total = np.maximum(self.histogram.sum(axis=1), 1)

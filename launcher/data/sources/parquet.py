@@ -1,9 +1,10 @@
 """Parquet in the form of Hugging Face ``datasets``: an image column and one with a caption or several.
 
 Read with pyarrow rather than through ``datasets.load_dataset``, which first copies everything into its
-cache and ends at the first bad file; the schema that ``datasets`` writes into the file is obeyed.
+cache and ends at the first bad file; the features that ``datasets`` writes into the schema are obeyed.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,105 +12,128 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from launcher.data.sources.record import Record, Source
-from models.errors import DataError, UserError
-
-IMAGE_COLUMNS = (
-    "image",
-    "jpg",
-    "png",
-    "webp",
-    "img",
-    "image_bytes",
-    "image_path",
-    "file_name",
-    "filepath",
-    "path",
+from launcher.data.sources.columns import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    PATH_COLUMNS,
+    captions_of,
+    choose_column,
 )
-CAPTION_COLUMNS = ("caption", "captions", "text", "texts", "sentences", "title", "txt", "raw")
+from launcher.data.sources.record import Record, Source
+from models.errors import DataError
+
 _ROWS_AT_ONCE = 64
 
 
 def parquet_source(
-    files: Sequence[Path], split: str | None, image_column: str | None, caption_column: str | None
+    files: Sequence[Path],
+    images: Path | None,
+    split: str | None,
+    image_column: str | None,
+    caption_column: str | None,
 ) -> Source:
     """Open Parquet files as one source, in the order given."""
     rows = 0
     for file in files:
-        try:
+        with contextlib.suppress(pa.ArrowException, OSError):  # a bad record when it is its turn
             rows += pq.read_metadata(file).num_rows
-        except (pa.ArrowException, OSError):
-            pass  # reported as a bad record when it is its turn
+            schema = pq.read_schema(file)
+            if file == files[0]:  # of wrong use, rather than of one bad file among many, say so at once
+                image_column or choose_image_column(file, schema)
+                caption_column or choose_column(file, schema.names, CAPTION_COLUMNS, "caption")
 
-    def read(images: bool) -> Iterator[Record]:
+    def read(with_images: bool) -> Iterator[Record]:
         for file in files:
-            yield from _read_file(file, split, image_column, caption_column, images)
+            yield from _read_file(
+                file, images or file.parent, split, image_column, caption_column, with_images
+            )
 
-    settings = tuple(str(value) for value in (split, image_column, caption_column))
+    settings = tuple(str(value) for value in (images, split, image_column, caption_column))
     return Source("parquet", tuple(files), read, settings, rows=rows if split is None else None)
 
 
-def _read_file(
-    path: Path, split: str | None, image_column: str | None, caption_column: str | None, images: bool
-) -> Iterator[Record]:
-    row = 0
+def has_images(path: Path) -> bool:
+    """Tell whether a Parquet file has an image column of its own (img2dataset also writes some without)."""
     try:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            image_name = image_column or _image_column(path, schema)
-            caption_name = caption_column or choose_column(path, schema.names, CAPTION_COLUMNS, "caption")
-            for name in (image_name, caption_name):
-                if name not in schema.names:
-                    raise UserError(f"{path}: no column '{name}'; it has {', '.join(schema.names)}")
-            filtered = split is not None and "split" in schema.names
-            columns = [caption_name] + [image_name] * images + ["split"] * filtered
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-                table = batch.to_pydict()
-                for index, value in enumerate(table[caption_name]):
-                    if not filtered or table["split"][index] == split:
-                        yield Record(
-                            source=path.name,
-                            row=row + index,
-                            image=_image(table[image_name][index], path.parent) if images else None,
-                            captions=captions_of(row + index, value),
-                        )
-                row += batch.num_rows
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield Record(
-            path.name, row, problem=("source: Parquet file damaged", str(error).splitlines()[0][:300])
-        )
+        choose_image_column(path, pq.read_schema(path))
+    except (DataError, pa.ArrowException, OSError):
+        return False
+    return True
 
 
-def captions_of(row: int, value: object) -> tuple[tuple[int, object], ...]:
-    """Spread a cell that holds several captions; each keeps its row."""
-    if isinstance(value, dict) and "raw" in value:
-        value = value["raw"]
-    if isinstance(value, list | tuple):
-        return tuple((row, item.get("raw") if isinstance(item, dict) else item) for item in value)
-    return ((row, value),)
-
-
-def choose_column(path: Path, names: Sequence[str], known: Sequence[str], what: str) -> str:
-    """Give the first known name that the file has. Raises DataError naming the option to use."""
-    for name in known:
-        if name in names:
-            return name
-    raise DataError(f"{path}: no {what} column among {', '.join(names)}; name it with --{what}-column")
-
-
-def _image_column(path: Path, schema: pa.Schema) -> str:
+def choose_image_column(path: Path, schema: pa.Schema) -> str:
     """Give the column that the file's own ``datasets`` features declare an image, else a known name."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         declared = [name for name, feature in features.items() if feature.get("_type") == "Image"]
     except (KeyError, ValueError, AttributeError, TypeError):
         declared = []
-    return declared[0] if declared else choose_column(path, schema.names, IMAGE_COLUMNS, "image")
+    return (
+        declared[0] if declared else choose_column(path, schema.names, IMAGE_COLUMNS + PATH_COLUMNS, "image")
+    )
 
 
-def _image(value: object, folder: Path) -> bytes | Path | None:
+def image_of(value: object, folder: Path) -> bytes | Path | None:
+    """Give the image in a cell: bytes, a path, or ``{"bytes", "path"}`` of which one may be None."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
         return folder / value
     return value if isinstance(value, bytes) else None
+
+
+def _read_file(
+    path: Path,
+    folder: Path,
+    split: str | None,
+    image_name: str | None,
+    caption_name: str | None,
+    with_images: bool,
+) -> Iterator[Record]:
+    row = rows = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            rows = file.metadata.num_rows
+            schema = file.schema_arrow
+            image_name = image_name or choose_image_column(path, schema)
+            caption_name = caption_name or choose_column(path, schema.names, CAPTION_COLUMNS, "caption")
+            for name in (image_name, caption_name):
+                if name not in schema.names:
+                    raise DataError(f"{path}: no column '{name}'; it has {', '.join(schema.names)}")
+            filtered = split is not None and "split" in schema.names
+            columns = [caption_name] + [image_name] * with_images + ["split"] * filtered
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+                cells = {name: _cells(batch.column(name)) for name in set(columns)}
+                for index in range(batch.num_rows):
+                    if filtered and cells["split"][index] != split:
+                        continue
+                    image = image_of(cells[image_name][index], folder) if with_images else None
+                    captions = captions_of(row + index, cells[caption_name][index])
+                    yield Record(path.name, row + index, image, captions)
+                row += batch.num_rows
+    except DataError as error:
+        yield Record(
+            path.name, row, problem=("source: Parquet column missing", str(error)), lost=max(1, rows)
+        )
+    except (pa.ArrowException, OSError) as error:
+        detail = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        problem = ("source: Parquet file damaged", detail)
+        yield Record(path.name, row, problem=problem, lost=max(1, rows - row))
+
+
+def _cells(column: pa.Array) -> list:
+    """Convert to Python values; text that is not UTF-8 stays bytes, so that only its row is left out."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            large = pa.types.is_large_string(column.type)
+            return column.view(pa.large_binary() if large else pa.binary()).to_pylist()
+        return [_cell(column, index) for index in range(len(column))]
+
+
+def _cell(column: pa.Array, index: int) -> object:
+    try:
+        return column[index].as_py()
+    except UnicodeDecodeError:
+        return b"\xff"

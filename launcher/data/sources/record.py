@@ -31,6 +31,8 @@ class Record:
     captions: tuple[tuple[int, object], ...] = ()
     problem: tuple[str, str] | None = None
     """Reason (a fixed text) and detail."""
+    lost: int = 1
+    """Samples that a problem takes with it, as far as that is known."""
 
 
 @dataclass(frozen=True)
