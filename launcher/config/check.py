@@ -43,8 +43,8 @@ def _check_section(section: dict[str, Any], known: Key, path: tuple[str, ...], s
         if name == "zero_optimization" and isinstance(value, bool):
             continue  # the old spelling of stage 1, which DeepSpeed still reads
         if key.keys is not None and value is not None:
-            if value == AUTO:
-                continue
+            if value == AUTO and known.model is not None:
+                continue  # DeepSpeed's own models drop such values; elsewhere a section must be an object
             if not isinstance(value, dict):
                 raise UserError(f"{where} is {json.dumps(value)}; it must be an object")
             _check_section(value, key, (*path, name), source)
@@ -63,9 +63,8 @@ def _unknown(name: str, known: Iterable[str], path: tuple[str, ...], source: str
 
 def _place_of(name: str, section: Key, path: tuple[str, ...]) -> str | None:
     """Path of a section key that is spelled like ``name``, for a key that stands in the wrong section."""
-    for key, inner in (section.keys or {}).items():
-        if key == name and path:
-            return ".".join((*path, key))
+    if path and name in (section.keys or {}):
+        return ".".join((*path, name))
     for key, inner in (section.keys or {}).items():
         found = _place_of(name, inner, (*path, key)) if name != "enabled" else None
         if found:

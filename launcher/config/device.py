@@ -14,7 +14,7 @@ class DeviceSupport:
 
     @classmethod
     def detect(cls) -> Self:
-        """Ask DeepSpeed's accelerator, whose own check refuses a config later (``Type fp16 is not supported``)."""
+        """Ask DeepSpeed's accelerator: the same answers decide whether ``initialize`` refuses a precision."""
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
