@@ -16,7 +16,7 @@ _BASE: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": 0.001, "betas": [0.9, 0.98], "eps": 1e-08, "weight_decay": 0.05},
+        "params": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-08, "weight_decay": 0.05},
     },
     "scheduler": {
         "type": "WarmupCosineLR",
@@ -28,6 +28,7 @@ _BASE: dict[str, Any] = {
             "cos_min_ratio": 0.01,
         },
     },
+    "zero_optimization": {"stage": 0},  # accelerate, and so Hugging Face's Trainer, wants the section
 }
 _BF16 = {"bf16": {"enabled": True}}
 _FP16 = {

@@ -30,18 +30,19 @@ def resolve_optimizer(
     _fill_params(name, params, notes, source)
     lower = name.lower()
     torch_name, torch_params = _torch_equal(name, params)
-    if device.type == "cpu":
-        if lower in ("adam", "adamw"):
+    zero = data.get("zero_optimization") or {}
+    # the optimizer of offloaded state is DeepSpeed's CPU kernel, which needs a C++ compiler only
+    offloaded = isinstance(zero, dict) and bool(zero.get("offload_optimizer") or zero.get("cpu_offload"))
+    if device.type == "cpu" or not device.fused_kernels:
+        why = "on a cpu" if device.type == "cpu" else "without a CUDA toolkit to build DeepSpeed's own"
+        if torch_name is None:
+            raise UserError(f"{source}: optimizer {name} with these params has no kernel {why}; use AdamW")
+        if lower in ("adam", "adamw") and not offloaded:
             if not params.get("torch_adam"):
-                notes.append(f"{name}: torch.optim.{torch_name}, since DeepSpeed's fused kernel is for GPUs")
+                notes.append(f"{name} is torch.optim.{torch_name}, {why}")
             params = {"torch_adam": True, "adam_w_mode": torch_name == "AdamW", **torch_params}
-        elif torch_name is None:
-            raise UserError(
-                f"{source}: optimizer.type {name} with these params has no kernel for the cpu; use AdamW, or a GPU"
-            )
     section = {**section, "type": name, "params": params}
     data["optimizer"] = section
-    zero = data.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 1
     if stage and lower not in ("adam", "adamw"):
         # ZeRO shards any optimizer that works elementwise; DeepSpeed wants to hear that it is meant
