@@ -6,6 +6,7 @@ smallest scale of the DCT that is not below the target (libjpeg's ``scale_num``)
 EXIF orientation is applied after the resize, on few pixels (turning commutes with squashing to a square).
 """
 
+import re
 import warnings
 from functools import lru_cache
 from io import BytesIO
@@ -53,7 +54,7 @@ def decode(data: bytes, size: int) -> Image.Image:
             small = _squash(image, size)
         # Pillow's plugins raise a dozen types on damaged input: OSError, SyntaxError, struct.error, …
         except Exception as error:
-            raise BadImage("image: damaged", f"{type(error).__name__}: {error}") from None
+            raise BadImage("image: damaged", _told(error)) from None
         return _turn(image, small)
 
 
@@ -63,13 +64,18 @@ def _open(data: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise BadImage("image: too many pixels", str(error)) from None
     except Exception as error:
-        raise BadImage("image: not an image", f"{type(error).__name__}: {error}"[:200]) from None
+        raise BadImage("image: not an image", _told(error)) from None
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise BadImage("image: too many pixels", f"{width}×{height} is more than {MAX_PIXELS}")
     if not (width and height):
         raise BadImage("image: damaged", f"{width}×{height} pixels")
     return image
+
+
+def _told(error: Exception) -> str:
+    """Give the library's words, without the addresses of objects: a pack gives the same bytes every time."""
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")[:200]
 
 
 def _squash(image: Image.Image, size: int) -> Image.Image:

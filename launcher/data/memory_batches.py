@@ -5,6 +5,7 @@ budget:   rows × longest ≤ budget           ■■■■■■□□ │ ■�
 """
 
 import heapq
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,9 +101,10 @@ class MemoryBatches:
         lengths = np.minimum(self.lengths, self.max_length or self.lengths.max())
         samples = epoch_order(count, seed, epoch)[np.arange(count)]
         samples = samples[np.argsort(-lengths[samples], kind="stable")]
-        sizes, longest = self._cut(lengths[samples])
-        sizes, longest = self._fill_steps(sizes, longest)
+        lengths = lengths[samples]
+        sizes = self._fill_steps(self._cut(lengths))
         starts = np.cumsum(sizes) - sizes
+        longest = lengths[starts]
         costs = np.array(
             [self.cost(int(rows), int(length)) for rows, length in zip(sizes, longest, strict=True)]
         )
@@ -115,10 +117,10 @@ class MemoryBatches:
         ends = np.concatenate([[0], np.cumsum(sizes[order])])
         return _EpochPlan(np.concatenate(chunks), ends, longest[order], ends[:: self.batches_per_step])
 
-    def _cut(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cut samples, longest first, into batches within the budget; gives rows and length of each."""
+    def _cut(self, lengths: np.ndarray) -> list[int]:
+        """Cut samples, longest first, into batches within the budget; gives the rows of each."""
         rows_at: dict[int, int] = {}
-        sizes, longest = [], []
+        sizes = []
         start = 0
         while start < len(lengths):
             length = int(lengths[start])
@@ -126,30 +128,23 @@ class MemoryBatches:
                 rows_at[length] = self._rows_within(length)
             rows = min(rows_at[length], len(lengths) - start)
             sizes.append(rows)
-            longest.append(length)
             start += rows
-        return np.array(sizes), np.array(longest)
+        return sizes
 
     def _rows_within(self, length: int) -> int:
-        """Find the most rows of this length within the budget, by doubling and halving. Raises DoesNotFit."""
+        """Find the most rows of this length within the budget, by bisection. Raises DoesNotFit."""
         unit = self.rows_multiple
         if self.cost(unit, length) > self.budget_bytes:
             raise DoesNotFit(
                 f"--batch-memory {self.budget_bytes}: {unit} rows of {length} tokens need "
                 f"{self.cost(unit, length)} bytes; give more memory or shorter captions"
             )
-        low, high = 1, 2
-        while self.cost(high * unit, length) <= self.budget_bytes and high * unit < len(self.lengths):
-            low, high = high, high * 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.cost(middle * unit, length) <= self.budget_bytes:
-                low = middle
-            else:
-                high = middle
-        return low * unit
+        units = range(1, max(1, len(self.lengths) // unit) + 1)
+        return unit * bisect_right(
+            units, self.budget_bytes, key=lambda number: self.cost(number * unit, length)
+        )
 
-    def _fill_steps(self, sizes: np.ndarray, longest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _fill_steps(self, sizes: list[int]) -> np.ndarray:
         """Split batches until their number is a multiple of ``batches_per_step``. Raises UserError."""
         missing = -len(sizes) % self.batches_per_step
         heap: list[tuple[int, int, tuple[int, ...]]] = [
@@ -170,6 +165,5 @@ class MemoryBatches:
             rest.remove(rows)
             parts = (*rest, rows - half, half)
             heapq.heappush(heap, (-max(parts), number, parts))
-        split = sorted((number, parts) for _, number, parts in heap)
-        lengths = [longest[number] for number, parts in split for _ in parts]
-        return np.array([rows for _, parts in split for rows in parts]), np.array(lengths)
+        whole = sorted((number, parts) for _, number, parts in heap)
+        return np.array([rows for _, parts in whole for rows in parts])

@@ -68,7 +68,7 @@ def pack(
     workers: int = 0,
     on_error: Literal["skip", "fail"] = "skip",
     keep: Literal["decoded", "encoded"] = "decoded",
-    shard_size_bytes: int = 4 << 30,
+    shard_size_bytes: int = 4_000_000_000,
     split: str | None = None,
     images: str | Path | None = None,
     image_column: str | None = None,

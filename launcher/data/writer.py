@@ -74,7 +74,7 @@ class StoreWriter:
             Column(self._shard_path(number), "uint8", self.image_shape, count)
             for number, count in enumerate(journal.get("shards", [0]))
         ]
-        self.errors = (folder / ERRORS).open("r+b" if journal else "w+b")
+        self.errors = (folder / ERRORS).open("r+b" if journal.get("errors_bytes") else "w+b")
         self.errors.truncate(journal.get("errors_bytes", 0))
         self.errors.seek(0, 2)
         self._remember_ids()

@@ -7,6 +7,7 @@ cache and ends at the first bad file; the features that ``datasets`` writes into
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -82,6 +83,14 @@ def image_of(value: object, folder: Path) -> bytes | Path | None:
     return value if isinstance(value, bytes) else None
 
 
+@dataclass(frozen=True)
+class _Columns:
+    image: str
+    caption: str
+    split: str | None
+    """Name of the column of splits; None where all rows are wanted."""
+
+
 def _read_file(
     path: Path,
     folder: Path,
@@ -90,35 +99,59 @@ def _read_file(
     caption_name: str | None,
     with_images: bool,
 ) -> Iterator[Record]:
-    row = rows = 0
     try:
         with pq.ParquetFile(path) as file:
-            rows = file.metadata.num_rows
             schema = file.schema_arrow
-            image_name = image_name or choose_image_column(path, schema)
-            caption_name = caption_name or choose_column(path, schema.names, CAPTION_COLUMNS, "caption")
-            for name in (image_name, caption_name):
-                if name not in schema.names:
-                    raise DataError(f"{path}: no column '{name}'; it has {', '.join(schema.names)}")
-            filtered = split is not None and "split" in schema.names
-            columns = [caption_name] + [image_name] * with_images + ["split"] * filtered
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-                cells = {name: _cells(batch.column(name)) for name in set(columns)}
-                for index in range(batch.num_rows):
-                    if filtered and cells["split"][index] != split:
-                        continue
-                    image = image_of(cells[image_name][index], folder) if with_images else None
-                    captions = captions_of(row + index, cells[caption_name][index])
-                    yield Record(path.name, row + index, image, captions)
-                row += batch.num_rows
+            columns = _Columns(
+                image_name or choose_image_column(path, schema),
+                caption_name or choose_column(path, schema.names, CAPTION_COLUMNS, "caption"),
+                "split" if split is not None and "split" in schema.names else None,
+            )
+            missing = {columns.image, columns.caption} - set(schema.names)
+            if missing:
+                raise DataError(f"{path}: no column {missing.pop()!r}; it has {', '.join(schema.names)}")
+            row = 0
+            for group in range(file.num_row_groups):
+                yield from _read_group(file, path, group, row, folder, split, columns, with_images)
+                row += file.metadata.row_group(group).num_rows
     except DataError as error:
-        yield Record(
-            path.name, row, problem=("source: Parquet column missing", str(error)), lost=max(1, rows)
-        )
+        rows = pq.read_metadata(path).num_rows
+        yield Record(path.name, 0, problem=("source: Parquet column missing", str(error)), lost=max(1, rows))
     except (pa.ArrowException, OSError) as error:
-        detail = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-        problem = ("source: Parquet file damaged", detail)
-        yield Record(path.name, row, problem=problem, lost=max(1, rows - row))
+        yield Record(path.name, 0, problem=("source: Parquet file damaged", _first_line(error)))
+
+
+def _read_group(
+    file: pq.ParquetFile,
+    path: Path,
+    group: int,
+    first: int,
+    folder: Path,
+    split: str | None,
+    columns: _Columns,
+    with_images: bool,
+) -> Iterator[Record]:
+    """Read a row group; damage costs the rest of the group, not of the file."""
+    names = [columns.caption] + [columns.image] * with_images + ([columns.split] if columns.split else [])
+    row, end = first, first + file.metadata.row_group(group).num_rows
+    try:
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=[group], columns=names):
+            cells = {name: _cells(batch.column(name)) for name in set(names)}
+            for index in range(batch.num_rows):
+                if columns.split and cells[columns.split][index] != split:
+                    continue
+                image = image_of(cells[columns.image][index], folder) if with_images else None
+                captions = captions_of(row + index, cells[columns.caption][index])
+                yield Record(path.name, row + index, image, captions)
+            row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        yield Record(
+            path.name, row, problem=("source: Parquet file damaged", _first_line(error)), lost=end - row
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def _cells(column: pa.Array) -> list:
