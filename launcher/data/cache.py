@@ -1,15 +1,16 @@
 """``--cache node``: one copy of a store on the node's own disk or memory, made once for all ranks.
 
-Ranks of a node take turns at a lock file; the first copies, the others find the copy. The kernel releases
-a lock when its holder dies, so a crash leaves no lock behind; a half-made copy that it leaves is removed by
-the next run. Whoever uses a copy holds a shared lock on it, and the last to let go removes it.
+Ranks of a node take turns at a lock file: the first copies, the others find the copy. While they use it they
+share a second lock, and the last to let go removes the copy. The kernel releases the locks of a process that
+dies, so a crash leaves none behind; the copy, whole or half-made, that it leaves is used or removed by the
+next run.
 """
 
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,36 +49,38 @@ def node_cache(store: str | Path, roots: Sequence[Path] | None = None) -> Iterat
         return
     needed = manifest.total_bytes + (store / MANIFEST).stat().st_size
     reasons = []
-    for root in roots if roots is not None else default_roots():
-        folder = root / f"vlfit-cache-{os.getuid()}"
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _using(folder, store, manifest.checksum, needed) as cached:
-                if isinstance(cached, Cached):
-                    yield cached
-                    return
-                reasons.append(cached)
-        except OSError as error:
-            reasons.append(f"{root}: {error.strerror or error}")
-    yield Cached(store, f"reading {store} in place: " + "; ".join(reasons))
+    with ExitStack() as uses:
+        for root in roots if roots is not None else default_roots():
+            folder = root / f"vlfit-cache-{os.getuid()}"
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                cached = uses.enter_context(_using(folder, store, manifest.checksum, needed))
+            except OSError as error:
+                cached = f"{root}: {error.strerror or error}"
+            if isinstance(cached, Cached):
+                break
+            reasons.append(cached)
+        else:
+            cached = Cached(store, f"reading {store} in place: " + "; ".join(reasons))
+        yield cached
 
 
 @contextmanager
 def _using(folder: Path, store: Path, checksum: str, needed: int) -> Iterator[Cached | str]:
     """Hold the copy in ``folder``, making it if need be; gives a reason where it does not fit."""
     copy = folder / checksum[:24]
-    with _locked(folder / f"{copy.name}.lock") as turn:
-        while True:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            outcome = _ensure(folder, copy, store, needed)
-            # The kernel lets go of one lock before it gives the other: another process may come between.
-            fcntl.flock(turn, fcntl.LOCK_SH)
-            if isinstance(outcome, str) or copy.is_dir():
-                break
+    with _opened(_turn_lock(copy)) as turn, _opened(_use_lock(copy)) as use:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        outcome = _ensure(folder, copy, store, needed)
+        fcntl.flock(use, fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
         try:
             yield outcome
         finally:
-            _remove_if_last(turn, copy)
+            fcntl.flock(use, fcntl.LOCK_UN)
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            if _free(use):
+                shutil.rmtree(copy, ignore_errors=True)
 
 
 def _ensure(folder: Path, copy: Path, store: Path, needed: int) -> Cached | str:
@@ -91,7 +94,7 @@ def _ensure(folder: Path, copy: Path, store: Path, needed: int) -> Cached | str:
     free = _free_bytes(folder)
     if needed + _SPARE_BYTES > free:
         return f"{folder.parent} has {free / 2**30:.2f} GiB free, a copy takes {needed / 2**30:.2f} GiB"
-    partial = copy.with_name(copy.name + ".partial")
+    partial = _partial(copy)
     try:
         shutil.copytree(store, partial, copy_function=shutil.copyfile)
         Store.open(partial)
@@ -103,31 +106,41 @@ def _ensure(folder: Path, copy: Path, store: Path, needed: int) -> Cached | str:
 
 
 def _remove_abandoned(folder: Path, keep: Path) -> None:
-    """Remove what crashed runs left: half-made copies, and copies whose lock nobody holds."""
-    shutil.rmtree(keep.with_name(keep.name + ".partial"), ignore_errors=True)
-    for lock in folder.glob("*.lock"):
-        copy = lock.with_suffix("")
-        if copy == keep:
-            continue
-        with lock.open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue  # in use by another run
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.rmtree(copy.with_name(copy.name + ".partial"), ignore_errors=True)
+    """Remove what crashed runs left: half-made copies, and copies that nobody uses."""
+    shutil.rmtree(_partial(keep), ignore_errors=True)
+    for copy in [lock.with_suffix("") for lock in folder.glob("*.turn")]:
+        if copy != keep:
+            with _opened(_turn_lock(copy)) as turn, _opened(_use_lock(copy)) as use:
+                if _free(turn) and _free(use):
+                    shutil.rmtree(copy, ignore_errors=True)
+                    shutil.rmtree(_partial(copy), ignore_errors=True)
 
 
-def _remove_if_last(turn: int, copy: Path) -> None:
+def _turn_lock(copy: Path) -> Path:
+    """Held alone while a copy is made or removed."""
+    return copy.with_suffix(".turn")
+
+
+def _use_lock(copy: Path) -> Path:
+    """Held together by all who read the copy; taken and let go for good only by who has the turn."""
+    return copy.with_suffix(".use")
+
+
+def _partial(copy: Path) -> Path:
+    return copy.with_suffix(".partial")
+
+
+def _free(descriptor: int) -> bool:
+    """Take a lock alone if nobody has it."""
     try:
-        fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return  # other ranks still read it
-    shutil.rmtree(copy, ignore_errors=True)
+        return False
+    return True
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _opened(path: Path) -> Iterator[int]:
     """Open a lock file, and let go of its lock at the end.
 
     The file stays behind, empty: removing it would let two processes lock two files.
