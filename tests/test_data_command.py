@@ -29,7 +29,10 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_pack_says_packed_and_skipped_by_reason(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_says_packed_and_skipped_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "source", 30, captions=2)
+    (folder / "0007.jpg").write_bytes(b"")
+    vlfit_data("pack", folder, tmp_path / "store", "--image-size", 24, "--workers", 0)
     out = capsys.readouterr().out
     assert "packed 58 samples (29 images, 58 captions), skipped 2 (image: empty file 2)" in out
     assert "errors.jsonl says which and why" in out
