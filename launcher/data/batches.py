@@ -69,7 +69,12 @@ class FixedBatches:
             rows = first + number * self.micro_batch + np.arange(self.micro_batch, dtype=np.int64)
             weights = np.full(len(rows), 1 / self.rows_per_step, dtype=np.float32)
             batches.append(
-                MicroBatch(samples_of_rows(rows, self.count, position.seed), rows, weights, self.length)
+                MicroBatch(
+                    samples_of_rows(int(rows[0]), len(rows), self.count, position.seed),
+                    rows,
+                    weights,
+                    self.length,
+                )
             )
         return batches
 

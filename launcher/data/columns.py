@@ -7,6 +7,7 @@ final shape on ``finish``; until then it says zero rows.
 
 import hashlib
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
@@ -20,15 +21,28 @@ _BLOCK_BYTES = 1 << 22
 
 
 class Column:
-    """One array on disk that grows along axis 0; ``rows`` more than zero reopens it at that length."""
+    """One array on disk that grows along axis 0; ``rows`` more than zero reopens it at that length.
 
-    def __init__(self, path: Path, dtype: str, row_shape: tuple[int, ...] = (), rows: int = 0) -> None:
+    ``hashing`` is a pool of one thread, which columns may share.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        row_shape: tuple[int, ...] = (),
+        rows: int = 0,
+        *,
+        hashing: ThreadPoolExecutor,
+    ) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
         self.row_shape = row_shape
         self.row_bytes = self.dtype.itemsize * int(np.prod(row_shape, dtype=np.int64))
         self.rows = rows
         self.hasher = hashlib.sha256()
+        self.hashing = hashing
+        self.hashed: Future[None] | None = None
         self.file = path.open("r+b" if rows else "w+b", buffering=0)
         if rows:
             self._cut()
@@ -42,12 +56,15 @@ class Column:
         if data.size:
             view = data.reshape(-1).view(np.uint8).data
             _write_all(self.file.fileno(), view)
-            self.hasher.update(view)
+            # In another thread, which needs no GIL; one thread, so in order.
+            self.hashed = self.hashing.submit(self.hasher.update, view)
             self.rows += len(data)
 
     @property
     def sha256(self) -> str:
         """SHA-256 of the array's bytes so far, without the header."""
+        if self.hashed is not None:
+            self.hashed.result()
         return self.hasher.hexdigest()
 
     def finish(self) -> dict[str, object]:

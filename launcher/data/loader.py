@@ -96,25 +96,17 @@ class StoreBatches(Dataset):
         self.store = store
 
     def __getitem__(self, batch: MicroBatch) -> RawBatch:
-        store, manifest = self.store, self.store.manifest
+        store = self.store
         image_ids = store.image_ids[batch.sample_ids]
         caption_ids = store.caption_ids[batch.sample_ids]
-        size = manifest.image_size
+        size = store.manifest.image_size
         images_B3SS = _empty((len(image_ids), 3, size, size))
-        store.gather(image_ids, images_B3SS.numpy())
-        tokens = [store.input_ids(caption_id) for caption_id in caption_ids.tolist()]
-        length = batch.length or max(map(len, tokens))
-        ids_BL = np.full((len(tokens), length), manifest.pad_id, dtype=np.int64)
-        for row, ids in zip(ids_BL, tokens, strict=True):
-            kept = ids[:length]
-            row[: len(kept)] = kept
-            if len(kept) < len(ids):
-                row[-1] = manifest.sep_id
-        lengths_B1 = np.array([[min(len(ids), length)] for ids in tokens])
+        store.gather_images(image_ids, images_B3SS.numpy())
+        ids_BL, mask_BL = store.gather_tokens(caption_ids, batch.length)
         return RawBatch(
             images=images_B3SS,
             input_ids=torch.from_numpy(ids_BL),
-            attention_mask=torch.from_numpy(np.arange(length) < lengths_B1),
+            attention_mask=torch.from_numpy(mask_BL),
             sample_ids=torch.from_numpy(batch.sample_ids),
             image_ids=torch.from_numpy(image_ids),
             caption_ids=torch.from_numpy(caption_ids),
@@ -155,10 +147,13 @@ def check_shared_memory(workers: int, batch_bytes: int, folder: str = "/dev/shm"
 
 
 def _empty(shape: tuple[int, ...]) -> Tensor:
-    """Allocate uint8; in a worker directly in shared memory, as torch's own collate function does, because
-    a tensor elsewhere would be copied there when it is sent."""
+    """Allocate uint8 where it need not be copied again.
+
+    In a worker that is shared memory, as torch's own collate function has it. Elsewhere it is NumPy's,
+    which asks for huge pages: the page faults of ``torch.empty`` can cost more than the copy itself.
+    """
     if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
+        return torch.from_numpy(np.empty(shape, dtype=np.uint8))
     storage: Any = torch.UntypedStorage._new_shared(int(np.prod(shape)))
     tensor: Any = torch.empty(0, dtype=torch.uint8)
     return tensor.set_(storage, 0, shape)

@@ -13,6 +13,7 @@ memory O(1), and the same on every version of NumPy (whose shuffles promise no s
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from models.errors import DataError
 
 _ROUNDS = 6
+_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,22 @@ def epoch_order(count: int, seed: int, epoch: int) -> EpochOrder:
     return EpochOrder(count, seed, epoch)
 
 
-def samples_of_rows(rows: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Give the sample ids of rows of the endless stream, which may span epochs; int64."""
-    samples = np.empty(len(rows), dtype=np.int64)
-    epochs = rows // count
-    for epoch in np.unique(epochs):
-        chosen = epochs == epoch
-        samples[chosen] = epoch_order(count, seed, int(epoch))[rows[chosen] % count]
-    return samples
+def samples_of_rows(first: int, number: int, count: int, seed: int) -> np.ndarray:
+    """Give the sample ids of neighbouring rows of the endless stream, which may span epochs; int64."""
+    parts = []
+    while number:
+        epoch, place = divmod(first, count)
+        block, start = divmod(place, _BLOCK)
+        part = _block(count, seed, epoch, block)[start : start + number]
+        parts.append(part)
+        first, number = first + len(part), number - len(part)
+    return np.concatenate(parts)
+
+
+@lru_cache(maxsize=8)
+def _block(count: int, seed: int, epoch: int, number: int) -> np.ndarray:
+    """Compute a block of places at once: NumPy's calls cost more than their work on a few values."""
+    return epoch_order(count, seed, epoch)[np.arange(number * _BLOCK, min((number + 1) * _BLOCK, count))]
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

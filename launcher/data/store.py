@@ -62,6 +62,10 @@ class Store:
         """int32 [N]: tokens of each sample."""
         return np.diff(self._token_ends, prepend=0).astype(np.int32)[self.caption_ids]
 
+    @cached_property
+    def _token_starts(self) -> np.ndarray:
+        return np.concatenate([[0], self._token_ends[:-1]])
+
     def image(self, image_id: int) -> np.ndarray:
         """Give a picture as uint8 [3,S,S]; zero-copy from a decoded store."""
         if self._places is None:
@@ -76,10 +80,27 @@ class Store:
         shard, start, size = self._places[image_id].tolist()
         return self._shards[shard][start : start + size]
 
-    def gather(self, image_ids: np.ndarray, out: np.ndarray) -> None:
+    def gather_images(self, image_ids: np.ndarray, out: np.ndarray) -> None:
         """Copy pictures into ``out``, uint8 [B,3,S,S]."""
         for place, image_id in enumerate(image_ids.tolist()):
             out[place] = self.image(image_id)
+
+    def gather_tokens(
+        self, caption_ids: np.ndarray, length: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Give captions as int64 [B,L], padded or cut to ``length`` (None: the longest), and bool [B,L].
+
+        A caption that is cut still ends with [SEP]. The mask is true for real tokens.
+        """
+        starts, ends = self._token_starts[caption_ids], self._token_ends[caption_ids]
+        lengths = ends - starts
+        length = length or int(lengths.max())
+        place = np.arange(length)
+        mask_BL = place < lengths[:, None]
+        ids_BL = np.full((len(caption_ids), length), self.manifest.pad_id, dtype=np.int64)
+        ids_BL[mask_BL] = self._tokens[(starts[:, None] + place)[mask_BL]]
+        ids_BL[lengths > length, -1] = self.manifest.sep_id
+        return ids_BL, mask_BL
 
     def input_ids(self, caption_id: int) -> np.ndarray:
         """Give a caption's tokens, int32 [L], as a view."""

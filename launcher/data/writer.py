@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,14 +65,15 @@ class StoreWriter:
         self.truncated: int = journal.get("truncated", 0)
         self.skipped = Counter(journal.get("skipped", {}))
         self.histogram = np.array(journal.get("histogram", np.zeros((3, 256))), dtype=np.int64)
+        self.hashing = ThreadPoolExecutor(1)
         rows: dict[str, int] = journal.get("rows", {})
         columns = dict(_COLUMNS) | ({"image_places": ("int64", (3,))} if encoded else {})
         self.columns = {
-            name: Column(folder / f"{name}.npy", dtype, shape, rows.get(name, 0))
+            name: Column(folder / f"{name}.npy", dtype, shape, rows.get(name, 0), hashing=self.hashing)
             for name, (dtype, shape) in columns.items()
         }
         self.shards = [
-            Column(self._shard_path(number), "uint8", self.image_shape, count)
+            Column(self._shard_path(number), "uint8", self.image_shape, count, hashing=self.hashing)
             for number, count in enumerate(journal.get("shards", [0]))
         ]
         self.errors = (folder / ERRORS).open("r+b" if journal.get("errors_bytes") else "w+b")
@@ -113,6 +115,7 @@ class StoreWriter:
     def close(self) -> None:
         """Close the files and leave the pack unfinished."""
         self.errors.close()
+        self.hashing.shutdown()
         for column in self._all():
             column.close()
 
@@ -146,7 +149,8 @@ class StoreWriter:
         rows = data if self.encoded else data.reshape(1, *self.image_shape)
         limit = self.shard_size_bytes if self.encoded else self.shard_rows
         if self.shards[-1].rows and self.shards[-1].rows + len(rows) > limit:
-            self.shards.append(Column(self._shard_path(len(self.shards)), "uint8", self.image_shape))
+            path = self._shard_path(len(self.shards))
+            self.shards.append(Column(path, "uint8", self.image_shape, hashing=self.hashing))
         if self.encoded:
             place = [len(self.shards) - 1, self.shards[-1].rows, len(rows)]
             self.columns["image_places"].append(np.array([place], dtype=np.int64))
