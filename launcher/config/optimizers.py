@@ -59,7 +59,8 @@ def optimizer_params(name: str) -> dict[str, Key] | None:
         keys = signature_keys([_load(*place) for place in _CLASSES[lower]])
         if lower.startswith("adam"):
             # torch_adam builds torch's class instead
-            keys |= {key: Key() for key in (*signature_keys([_load("torch.optim", "AdamW")]), *ADAM_SWITCHES)}
+            others = (*signature_keys([_load("torch.optim", "AdamW")]), *ADAM_SWITCHES)
+            keys = {key: Key() for key in others} | keys
         return keys
     if lower.startswith("mu"):
         return None
