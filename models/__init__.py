@@ -10,6 +10,11 @@ _EXPORTS = {
     "ModelSpec": "models.spec",
     "load_spec": "models.spec",
     "build_layers": "models.build",
+    "layer_names": "models.build",
+    "Layer": "models.layer",
+    "Objectives": "models.losses",
+    "Targets": "models.losses",
+    "State": "models.state",
     "PartitionSpec": "models.partition",
     "load_partition": "models.partition",
 }
