@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -186,10 +188,24 @@ def test_too_little_shared_memory_is_told_before_the_run() -> None:
     check_shared_memory(4, 1)
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    import subprocess
-    import sys
+@pytest.mark.parametrize("ending", ["pass", "1 / 0"])
+def test_a_program_that_ends_with_an_open_iterator_does_not_hang(ending: str, packed: Path) -> None:
+    program = f"""
+from launcher.data.batches import FixedBatches
+from launcher.data.loader import Loader
+from launcher.data.store import Store
+if __name__ == "__main__":
+    batches = iter(Loader(Store.open({str(packed)!r}), FixedBatches(100, 4, 1), workers=2))
+    next(batches)
+    {ending}
+"""
+    script = packed.parent / "program.py"
+    script.write_text(program)
+    run = subprocess.run([sys.executable, str(script)], timeout=30, stderr=subprocess.DEVNULL)
+    assert run.returncode == (1 if ending == "1 / 0" else 0)
 
+
+def test_importing_the_package_imports_no_torch() -> None:
     program = (
         "import launcher.data, launcher.data.store, launcher.data.order, launcher.data.pack, "
         "launcher.commands.data, launcher.data.memory_batches, launcher.data.cost; "

@@ -5,11 +5,13 @@ they share its memory and inherit no thread, lock or CUDA context of the trainin
 store by its path, and leave signals to the rank.
 """
 
+import atexit
 import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,8 +73,12 @@ class Loader:
 
     def __iter__(self) -> Iterator[RawBatch]:
         if not self.workers:
-            yield from map(self.batches.__getitem__, self.requests)
-            return
+            return map(self.batches.__getitem__, self.requests)
+        batches = self._from_workers()
+        _open_iterators.add(batches)
+        return batches
+
+    def _from_workers(self) -> Generator[RawBatch, None, None]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["launcher.data.loader"])
         check_shared_memory(self.workers, self.batches.batch_bytes(next(iter(self.requests))))
@@ -87,6 +93,19 @@ class Loader:
             worker_init_fn=_leave_signals,
             pin_memory=self.pin_memory,
         )
+
+
+_open_iterators: "weakref.WeakSet[Generator[RawBatch, None, None]]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_iterators() -> None:
+    """Dismiss the workers of iterators that are still open when Python exits.
+
+    Without this, multiprocessing ends them with SIGTERM, which they leave to the rank, and waits forever.
+    """
+    for iterator in list(_open_iterators):
+        iterator.close()
 
 
 class StoreBatches(Dataset):
