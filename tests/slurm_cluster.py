@@ -36,7 +36,8 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
+# a requeued job waits for as long as credentials last (default: 120 s)
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
@@ -95,7 +96,9 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """End every job and daemon; nothing is left running."""
-        subprocess.run(["scancel", "--full", "--signal=KILL", "--state=RUNNING"], env=self.environment, timeout=20)
+        subprocess.run(
+            ["scancel", "--full", "--signal=KILL", "--state=RUNNING"], env=self.environment, timeout=20
+        )
         for daemon in reversed(self._daemons):
             children = psutil.Process(daemon.pid).children(recursive=True) if daemon.poll() is None else []
             daemon.send_signal(signal.SIGTERM)
@@ -116,7 +119,9 @@ class SlurmCluster:
             command, env=self.environment, capture_output=True, text=True, timeout=timeout, **options
         )
 
-    def submit(self, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    def submit(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> str:
         """Submit by ``sbatch``; gives the job id."""
         done = subprocess.run(
             ["sbatch", "--parsable", *arguments],
@@ -143,6 +148,17 @@ class SlurmCluster:
         wait_until(lambda: self.state(job_id) in wanted, seconds, f"job {job_id}: {wanted}", self.logs)
         return self.job(job_id)
 
+    def wait_for_restart(self, job_id: str, seconds: float = 40) -> None:
+        """Wait until a requeued job runs again; spares the wait that SLURM imposes on it."""
+
+        def runs_again() -> bool:
+            fields = self.job(job_id)
+            if fields.get("JobState") == "PENDING":
+                self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+            return fields.get("Restarts") == "1" and fields.get("JobState") != "PENDING"
+
+        wait_until(runs_again, seconds, f"restart of job {job_id}", self.logs)
+
     def job_processes(self) -> list[psutil.Process]:
         """Processes that jobs of this cluster started and that still run (batch scripts and tasks)."""
         found = []
@@ -151,13 +167,17 @@ class SlurmCluster:
                 environment = process.environ()
             except psutil.Error:
                 continue
-            if "SLURM_JOB_ID" in environment and environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+            if (
+                "SLURM_JOB_ID" in environment
+                and environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            ):
                 found.append(process)
         return found
 
     def logs(self) -> str:
         return "\n".join(
-            f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.directory.glob("*.log")
+            f"== {log.name}\n{log.read_text(errors='replace')[-3000:]}"
+            for log in self.directory.glob("*.log")
         )
 
     def _write_configuration(self) -> None:
@@ -191,7 +211,13 @@ class SlurmCluster:
         key.chmod(0o400)
 
     def _munge_options(self) -> list[str]:
-        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        files = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
         return [f"--{option}={self.directory / f'munge.{suffix}'}" for option, suffix in files.items()]
 
     def _start_daemon(self, program: str, *arguments: str) -> None:
@@ -234,7 +260,9 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[SlurmCluster]:
     """The cluster, started once per test session."""
-    missing = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+    missing = [
+        name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    ]
     if missing:
         pytest.skip(f"no SLURM here: {', '.join(missing)} not found (run .ci/packages)")
     # short: the path of a Unix socket has at most 107 characters
