@@ -79,7 +79,8 @@ def set_autocast(layers: Iterable[Layer], dtype: torch.dtype | None) -> None:
 def named_tensors(layers: Iterable[Layer]) -> dict[str, Tensor]:
     """Give parameters and persistent buffers keyed by layer name.
 
-    The keys (``text.layer.3/layer.attention.self.query.weight``) do not depend on partition, engine or world size.
+    The keys, such as ``text.embed/embeddings.LayerNorm.weight``, do not depend on partition, engine or
+    world size.
     """
     return {
         f"{layer.name}/{key}": tensor for layer in layers for key, tensor in layer.module.state_dict().items()
