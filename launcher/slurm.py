@@ -94,6 +94,7 @@ def render(job: SlurmJob, command: str = "vlfit submit") -> str:
         *(directive(name, value) for name, value in directives),
         "#SBATCH --requeue",
         "",
+        *_environment(job),
         "set -euo pipefail",
         "",
         *_settings(job),
@@ -135,17 +136,23 @@ def _array(job: SlurmJob) -> str:
     return f"0-{len(job.sweep) - 1}" + (f"%{job.sweep_at_once}" if job.sweep_at_once else "")
 
 
+def _environment(job: SlurmJob) -> list[str]:
+    # before "set -u", which the functions of environment modules and old activate scripts do not survive
+    commands = [f"module load {shlex.quote(name)}" for name in job.modules]
+    if job.venv:
+        commands.append(f"source {shlex.quote(job.venv.rstrip('/') + '/bin/activate')}")
+    lines = [
+        f"{command} || {{ echo {shlex.quote('failed: ' + command)} >&2; exit 2; }}" for command in commands
+    ]
+    return lines + [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
+
+
 def _settings(job: SlurmJob) -> list[str]:
     lines = [f"restarts_max={job.restarts_max}"]
     if job.output is not None:
         output = shlex.quote(job.output)
         # tasks of an array each have a run directory of their own
         lines.append(f"output={output}" + ("/$SLURM_ARRAY_TASK_ID" if job.sweep else ""))
-    if job.modules:
-        lines.append("module load " + " ".join(map(shlex.quote, job.modules)))
-    if job.venv:
-        lines.append(f"source {shlex.quote(job.venv.rstrip('/') + '/bin/activate')}")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
     # in a container, the address of the first node is found with the container's python
     python, on_first_node, srun_options = [job.python], [], []
     if job.apptainer_image:

@@ -246,6 +246,14 @@ def wait_until(
         time.sleep(0.1)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that are free now, all different."""
     sockets = [socket.socket() for _ in range(count)]

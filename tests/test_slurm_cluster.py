@@ -13,9 +13,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
-from slurm_cluster import SlurmCluster, slurm_cluster, wait_until  # noqa: F401 (a fixture)
+from slurm_cluster import SlurmCluster, is_alive, slurm_cluster, wait_until  # noqa: F401 (a fixture)
 
 from launcher.distributed import port_of_job
 from launcher.hostlist import expand_hostlist
@@ -213,7 +212,7 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_process(slurm_cluste
         "end of all processes",
         lambda: str(slurm_cluster.job_processes()),
     )
-    assert not any(psutil.pid_exists(rank["child"]) for rank in ranks(work / "run"))
+    assert not any(is_alive(rank["child"]) for rank in ranks(work / "run"))
     assert "first failure: n2: task 1: Killed" in log_of(work, job_id)
 
 
@@ -222,7 +221,7 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_process(slurm_cluste
     [
         ({"environment": {"TEST_WORLD": "4"}}, 2, "c.json needs 4 processes, but slurm started 2"),
         ({"train": ("--config=c.json", "--steps=1", "--data=/nowhere/store")}, 3, "/nowhere/store: no such data store on n"),
-        ({"modules": ("no-such-module",)}, None, "no-such-module"),
+        ({"modules": ("no-such-module",)}, 2, "failed: module load no-such-module"),
         ({"environment": {"TEST_FAIL": "1:1"}}, 1, "rank 1 was told to fail"),
     ],
     ids=["world size", "data", "module", "exception"],
@@ -257,7 +256,7 @@ def test_two_jobs_on_one_node_and_a_port_in_use_do_not_collide(slurm_cluster, wo
 
 
 def test_awkward_names_and_arguments_reach_the_program_unchanged(slurm_cluster, tmp_path):  # noqa: F811
-    work = tmp_path / "a dir; touch hacked; $(touch hacked) 'q' %j"
+    work = tmp_path / "a dir; touch hacked; $(touch hacked) 'q'"
     (work / "runs").mkdir(parents=True)
     output = "out ' \" $HOME $(touch hacked) %t\nline"
     train = ["--config=c.json", "--steps=1", *(f"--allow-change={word}" for word in AWKWARD)]
