@@ -88,7 +88,7 @@ def test_rows_are_unique_across_epochs() -> None:
 
 
 def test_a_store_smaller_than_a_batch_repeats_whole_epochs() -> None:
-    samples = samples_of_rows(np.arange(12), 3, 0)
+    samples = samples_of_rows(0, 12, 3, 0)
     assert all(sorted(samples[start : start + 3].tolist()) == [0, 1, 2] for start in range(0, 12, 3))
 
 

@@ -68,8 +68,8 @@ class EpochOrder:
         self.half_bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
         self.half_mask = np.uint64((1 << int(self.half_bits)) - 1)
         start = np.array([seed, epoch], dtype=np.int64).astype(np.uint64)
-        key = _mix(_mix(start[:1]) ^ start[1:])
-        self.keys = [_mix(key + np.uint64(number)) for number in range(_ROUNDS)]
+        key = mix(mix(start[:1]) ^ start[1:])
+        self.keys = [mix(key + np.uint64(number)) for number in range(_ROUNDS)]
 
     def __len__(self) -> int:
         return self.count
@@ -85,7 +85,7 @@ class EpochOrder:
     def _scramble(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self.half_bits, values & self.half_mask
         for key in self.keys:
-            left, right = right, left ^ (_mix(right + key) & self.half_mask)
+            left, right = right, left ^ (mix(right + key) & self.half_mask)
         return (left << self.half_bits) | right
 
 
@@ -112,7 +112,7 @@ def _block(count: int, seed: int, epoch: int, number: int) -> np.ndarray:
     return epoch_order(count, seed, epoch)[np.arange(number * _BLOCK, min((number + 1) * _BLOCK, count))]
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's step and output function on uint64 arrays; overflow is meant."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
