@@ -33,6 +33,7 @@ def add_train_options(parser: argparse.ArgumentParser, config_required: bool = T
     run.add_argument("--steps", type=_positive, metavar="N", help="optimizer steps in all")
     run.add_argument("--epochs", type=_positive, metavar="N", help="passes over the data, instead of --steps")
     run.add_argument("--seed", type=int, metavar="S", help="seed of weights, order and dropout")
+    run.add_argument("--no-eval", action="store_true", help="leave the held-out evaluation out")
     run.add_argument("--eval-every", type=_positive, metavar="N", help="evaluate retrieval every N steps")
 
     saving = parser.add_argument_group("saving and resuming")
@@ -61,9 +62,11 @@ def add_train_options(parser: argparse.ArgumentParser, config_required: bool = T
     parser.add_argument("--debug", action="store_true", help="show the traceback of an expected error")
     # deepspeed writes --local_rank, old torch.distributed.launch --local-rank; the environment has it as well
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    # tells the processes of one `vlfit launch` from those of another, on hosts reached through ssh
+    parser.add_argument("--launch-id", help=argparse.SUPPRESS)
 
 
-_NOT_HANDED_ON = {"local_rank"}
+_NOT_HANDED_ON = {"local_rank", "launch_id"}
 
 
 def train_arguments(arguments: argparse.Namespace) -> list[str]:

@@ -2,3 +2,38 @@
 
 ``launcher.engines.engine`` says what every engine offers; the training loop knows nothing more.
 """
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from launcher.distributed import Distributed
+    from launcher.engines.engine import Engine
+    from launcher.plan import TrainPlan
+    from models.layer import Layer
+    from models.losses import Objectives
+
+
+def build_engine(
+    layers: "Sequence[Layer]",
+    plan: "TrainPlan",
+    objectives: "Objectives",
+    distributed: "Distributed",
+    device: "torch.device",
+) -> "Engine":
+    """Give the engine that the plan names, holding the layers."""
+    if plan.pipeline == "zero":
+        from launcher.engines.zero import ZeroEngine
+
+        return ZeroEngine(layers, plan.config, objectives, distributed, device)
+    assert plan.partition is not None
+    arguments = (layers, plan.partition, plan.config, objectives, distributed, plan.steps, device)
+    if plan.pipeline == "fairscale":
+        from launcher.engines.fairscale_pipe import FairScalePipeEngine
+
+        return FairScalePipeEngine(*arguments)
+    from launcher.engines.deepspeed_pipeline import DeepSpeedPipelineEngine
+
+    return DeepSpeedPipelineEngine(*arguments)

@@ -1,0 +1,140 @@
+"""ZeRO engine: the layers as one ``nn.Sequential`` under DeepSpeed, data parallel, stages 0 to 3."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.config.training import TrainingConfig
+from launcher.distributed import Distributed
+from launcher.engines.engine import MicroBatch, StepResult, mean_over_ranks
+from models.layer import Layer, set_autocast
+from models.losses import Objectives
+
+
+class ZeroEngine:
+    """Trains the layers with ``deepspeed.initialize``; see ``launcher.engines.engine.Engine``."""
+
+    name = "zero"
+    chunks = 1
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        config: TrainingConfig,
+        objectives: Objectives,
+        distributed: Distributed,
+        device: torch.device,
+    ) -> None:
+        import deepspeed
+
+        self.layers = list(layers)
+        self.config = config
+        self.objectives = objectives
+        self.data_rank, self.data_world = distributed.rank, distributed.world_size
+        if config.autocast_dtype:
+            set_autocast(self.layers, getattr(torch, config.autocast_dtype))
+        for layer in self.layers:
+            # ZeRO-3 frees gathered weights after a module's forward; a recomputation that stops early skips that.
+            layer.keep_early_stop = config.zero_stage < 3
+        network = nn.Sequential(*self.layers).to(device)
+        self.deepspeed: Any = deepspeed.initialize(
+            model=network,
+            model_parameters=[parameter for parameter in network.parameters() if parameter.requires_grad],
+            config=config.deepspeed,
+        )[0]
+
+    def train_step(self, batches: Sequence[MicroBatch]) -> StepResult:
+        """See ``Engine.train_step``; DeepSpeed divides by the number of micro-batches and of ranks."""
+        engine = self.deepspeed
+        engine.train()
+        lr = engine.get_lr()[0]
+        sums: dict[str, Tensor] = {}
+        for batch in batches:
+            result = self.objectives(engine(batch.state), batch.targets)
+            engine.backward(result.total)
+            engine.step()
+            found = {"loss": result.total.detach()} | result.terms
+            found |= {f"skipped {name}": rows.float() for name, rows in result.skipped.items()}
+            for name, value in found.items():
+                sums[name] = sums[name] + value if name in sums else value
+        means = mean_over_ranks(
+            {name: value / len(batches) for name, value in sums.items()}, dist.group.WORLD
+        )
+        rows = len(batches) * self.data_world
+        return StepResult(
+            loss=means["loss"],
+            losses={name: means[name] for name in result.terms},
+            skipped_rows={name: round(means[f"skipped {name}"] * rows) for name in result.skipped},
+            lr=lr,
+            grad_norm=_number(engine.get_global_grad_norm()),
+            loss_scale=float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0),
+            overflow=bool(getattr(engine.optimizer, "overflow", False)),
+        )
+
+    @torch.no_grad()
+    def evaluate(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See ``Engine.evaluate``."""
+        self.deepspeed.eval()
+        return self.deepspeed(state)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """See ``Engine.named_tensors``; weights are the fp32 masters."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found: dict[str, Tensor] = {}
+        keep = dist.get_rank() == 0
+        for layer in self.layers:
+            for key, parameter in layer.module.named_parameters():
+                full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+                if full is None:
+                    full = self._gathered(parameter)
+                if keep:
+                    found[f"{layer.name}/{key}"] = full.detach().float().cpu().clone()
+            if keep:
+                found |= {
+                    f"{layer.name}/{key}": value.cpu().clone() for key, value in _buffers(layer).items()
+                }
+        return found
+
+    @torch.no_grad()
+    def load_named_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """See ``Engine.load_named_tensors``."""
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        for layer in self.layers:
+            for key, parameter in layer.module.named_parameters():
+                value = tensors[f"{layer.name}/{key}"].to(parameter.device)
+                with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
+                    parameter.data.copy_(value)
+                if (
+                    parameter.requires_grad
+                    and hasattr(parameter, "_hp_mapping")
+                    or hasattr(parameter, "ds_id")
+                ):
+                    safe_set_full_fp32_param(parameter, value.float())
+            for key, buffer in _buffers(layer).items():
+                buffer.copy_(tensors[f"{layer.name}/{key}"])
+
+    def close(self) -> None:
+        """Free DeepSpeed's hooks."""
+        self.deepspeed.destroy()
+
+    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            return parameter.detach().clone()
+
+
+def _buffers(layer: Layer) -> dict[str, Tensor]:
+    names = layer.module.state_dict().keys() - dict(layer.module.named_parameters()).keys()
+    buffers = dict(layer.module.named_buffers())
+    return {name: buffers[name] for name in sorted(names)}
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

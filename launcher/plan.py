@@ -1,0 +1,98 @@
+"""A run's plan: the files that were given, read, checked against each other and resolved for this world."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config import load_config
+from launcher.config.device import DeviceSupport
+from launcher.config.training import TrainingConfig
+from models.build import layer_names
+from models.errors import UserError
+from models.names import is_repeated, select
+from models.partition import PartitionSpec, load_partition
+from models.spec import ModelSpec, load_spec
+
+DEFAULT_MODEL = "demo"
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What this run trains, how, and from which files."""
+
+    spec: ModelSpec
+    config: TrainingConfig
+    partition: PartitionSpec | None
+    pipeline: str
+    """``zero``, ``fairscale`` or ``deepspeed``."""
+    recompute: tuple[str, ...]
+    """Names of the layers that are recomputed."""
+    files: dict[str, str]
+    """File name → content, as they are copied into the run directory."""
+    steps: int
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages; 1 means no pipeline."""
+        return len(self.partition.stages) if self.partition else 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that a run directory belongs to."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()
+
+
+def make_plan(
+    *,
+    config: str,
+    model: str | None,
+    partition: str | None,
+    pipeline: str | None,
+    steps: int | None,
+    epochs: int | None,
+    samples: int,
+    world_size: int,
+    device: DeviceSupport,
+) -> TrainPlan:
+    """Read and resolve the plan files. Raises UserError where they are wrong or contradict each other."""
+    parsed = load_config(config)
+    spec = load_spec(model or DEFAULT_MODEL)
+    names = layer_names(spec)
+    split = load_partition(partition) if partition else None
+    if split is not None:
+        split.validate_against(names, spec.name)
+    stages = len(split.stages) if split else 1
+    if pipeline and stages == 1:
+        raise UserError(f"--pipeline {pipeline} needs a --partition with two stages or more")
+    engine = (pipeline or "fairscale") if stages > 1 else "zero"
+    # FairScale's process drives all stages itself; under DeepSpeed's pipeline each stage is a rank.
+    if engine == "deepspeed" and world_size % stages:
+        raise UserError(
+            f"{partition}: {stages} stages need a world size that {stages} divides; this run has {world_size}"
+        )
+    data_world = world_size // stages if engine == "deepspeed" else world_size
+    resolved = parsed.resolve(world_size=data_world, device=device)
+    total = steps or _steps_of(resolved, samples, epochs)
+    resolved = parsed.resolve(world_size=data_world, device=device, total_steps=total)
+    if stages > 1 and resolved.zero_stage > 1:
+        raise UserError(
+            f"{config}: zero_optimization.stage {resolved.zero_stage} cannot be combined with the {stages} stages "
+            f"of {partition}; use stage 0 or 1"
+        )
+    if split is not None:
+        recompute = select(names, split.recompute) if split.recompute else []
+    else:
+        recompute = [name for name in names if is_repeated(name)] if resolved.recompute else []
+    files = {"config.json": Path(config).read_text(), "model.yaml": spec.dump_yaml()}
+    if partition:
+        files["partition.yaml"] = Path(partition).read_text()
+    return TrainPlan(spec, resolved, split, engine, tuple(recompute), files, total)
+
+
+def _steps_of(config: TrainingConfig, samples: int, epochs: int | None) -> int:
+    """Without --steps: --epochs, else the schedule's own length, else one pass over the data."""
+    scheduled = config.scheduler.params.get("total_num_steps") if config.scheduler else None
+    if epochs is None and scheduled:
+        return int(scheduled)
+    return max(1, (epochs or 1) * samples // config.global_batch_size)

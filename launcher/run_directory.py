@@ -1,0 +1,75 @@
+"""A run's directory: plan files, metrics, TensorBoard events and the summary."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from models.errors import UserError
+
+
+class RunDirectory:
+    """Written by rank 0 only. Numbers go to ``metrics.jsonl`` line by line, so a killed run keeps them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics: TextIO = (path / "metrics.jsonl").open("a", encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(path))
+
+    @classmethod
+    def create(cls, path: str | Path, files: dict[str, str], resuming: bool) -> "RunDirectory":
+        """Make the directory and write the plan files into it.
+
+        Raises UserError where it holds a run with another plan, or one that would be overwritten.
+        """
+        path = Path(path)
+        plan = path / "plan"
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--output {path}: is a file; give a directory")
+        if plan.is_dir():
+            for name, text in files.items():
+                old = plan / name
+                if not old.is_file() or old.read_text() != text:
+                    raise UserError(
+                        f"--output {path}: holds a run with another plan ({name} differs); give another directory"
+                    )
+            if not resuming and (path / "metrics.jsonl").exists():
+                raise UserError(
+                    f"--output {path}: holds a run already; give another directory, or go on with --resume auto"
+                )
+        elif path.is_dir() and any(path.iterdir()):
+            raise UserError(f"--output {path}: is not empty and holds no run; give another directory")
+        try:
+            plan.mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (plan / name).write_text(text)
+        except OSError as error:
+            raise UserError(f"--output {path}: {error.strerror or error}") from None
+        return cls(path)
+
+    def write_step(self, metrics: dict[str, Any]) -> None:
+        """Append one optimizer step."""
+        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.flush()
+        step = metrics["step"]
+        for name in ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second"):
+            if metrics.get(name) is not None:
+                self._events.add_scalar(name, metrics[name], step)
+        for name, value in metrics["losses"].items():
+            self._events.add_scalar(f"losses/{name}", value, step)
+        for device, value in metrics["peak_allocated_bytes"].items():
+            self._events.add_scalar(f"peak_allocated_bytes/{device}", value, step)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json`` in one move."""
+        target = self.path / "summary.json"
+        partial = target.with_suffix(".tmp")
+        partial.write_text(json.dumps(summary, indent=1) + "\n")
+        os.replace(partial, target)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._metrics.close()
+        self._events.close()

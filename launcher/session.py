@@ -1,0 +1,352 @@
+"""A training session: everything that one rank holds while it trains, built once from the arguments."""
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from launcher.config.device import DeviceSupport
+from launcher.console import Console
+from launcher.data.batches import FixedBatches
+from launcher.data.loader import Loader
+from launcher.data.order import DataPosition
+from launcher.data.store import Store
+from launcher.demo_data import demo_stores
+from launcher.distributed import Distributed
+from launcher.engines import build_engine
+from launcher.engines.engine import Engine, MicroBatch, StepResult
+from launcher.evaluate import evaluate
+from launcher.inputs import Inputs
+from launcher.memory.measure import MemoryMeter
+from launcher.plan import DEFAULT_MODEL, TrainPlan, make_plan
+from launcher.run_directory import RunDirectory
+from models.build import build_layers
+from models.errors import DataError, UserError
+from models.layer import set_recompute
+from models.losses import Objectives
+from models.spec import load_spec
+
+
+@dataclass
+class Session:
+    """One rank's run. ``batches`` feeds the loop, ``record`` follows it, ``finish`` evaluates and sums up."""
+
+    plan: TrainPlan
+    distributed: Distributed
+    device: torch.device
+    engine: Engine
+    loader: Loader
+    data_plan: FixedBatches
+    inputs: Inputs
+    eval_store: Store | None
+    meter: MemoryMeter
+    console: Console
+    directory: RunDirectory | None
+    eval_every: int | None
+    position: DataPosition
+    step: int = 0
+    exit_code: int = 0
+    results: list[StepResult] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    evaluations: dict[str, float] = field(default_factory=dict)
+    _mark: float = field(default_factory=time.perf_counter)
+
+    @property
+    def finished(self) -> bool:
+        """All optimizer steps are done."""
+        return self.step >= self.plan.steps
+
+    def batches(self) -> Iterator[Sequence[MicroBatch]]:
+        """Give the micro-batches of this rank, one optimizer step at a time."""
+        stream = iter(self.loader)
+        count = len(self.data_plan.step(self.position, self.engine.data_rank, self.engine.data_world))
+        while True:
+            self._mark = time.perf_counter()
+            yield [self.inputs(next(stream)) for _ in range(count)]
+
+    def record(self, result: StepResult) -> None:
+        """Count a step: metrics, progress, evaluation where it is due."""
+        self.step += 1
+        self.position = self.data_plan.after(self.position)
+        seconds = time.perf_counter() - self._mark
+        self.step_seconds.append(seconds)
+        self.results.append(result)
+        rate = self.data_plan.rows_per_step / seconds
+        if self.directory is not None:
+            self.directory.write_step(
+                {
+                    "step": self.step,
+                    "epoch": self.position.epoch,
+                    "loss": result.loss,
+                    "losses": result.losses,
+                    "skipped_rows": result.skipped_rows,
+                    "lr": result.lr,
+                    "grad_norm": result.grad_norm,
+                    "loss_scale": result.loss_scale,
+                    "overflow": result.overflow,
+                    "samples": self.step * self.data_plan.rows_per_step,
+                    "samples_per_second": rate,
+                    "step_seconds": seconds,
+                    "peak_allocated_bytes": self.meter.peak_bytes(),
+                }
+            )
+        self.console.step(self.step, result, rate)
+        if self.eval_every and self.step % self.eval_every == 0 and not self.finished:
+            self._evaluate()
+
+    def finish(self, seconds: float) -> None:
+        """Evaluate, and write and print the summary."""
+        peaks = self.meter.stop()
+        if self.eval_store is not None:
+            self._evaluate()
+        summary = self.summary(_gather_peaks(peaks), seconds)
+        if self.directory is not None:
+            self.directory.write_summary(summary)
+            self.console.close()
+            for line in _closing_lines(summary, self.directory.path):
+                self.console.say(line)
+
+    def summary(self, peaks: dict[str, int], seconds: float) -> dict[str, Any]:
+        """Give ``summary.json`` as the design lists it."""
+        config = self.plan.config
+        samples = self.step * self.data_plan.rows_per_step
+        # The first steps compile, allocate and warm caches up.
+        steady = self.step_seconds[min(2, len(self.step_seconds) - 1) :]
+        return {
+            "steps": self.step,
+            "epoch": self.position.epoch,
+            "loss_first": self.results[0].loss,
+            "loss_last": self.results[-1].loss,
+            "samples": samples,
+            "samples_per_second": samples / sum(self.step_seconds),
+            "step_seconds_median": statistics.median(steady),
+            "training_seconds": seconds,
+            "peak_allocated_bytes": peaks,
+            "peak_reserved_bytes": self.meter.reserved_bytes(),
+            "peak_rss_bytes": self.meter.rss_bytes(),
+            "predicted_peak_bytes": None,
+            "precision_requested": config.precision_requested,
+            "precision_used": config.precision_used,
+            "recomputed_layers": len(self.plan.recompute),
+            "engine": self.engine.name,
+            "chunks": self.engine.chunks,
+            "world_size": self.distributed.world_size,
+            "skipped_rows": _sum_counts([result.skipped_rows for result in self.results]),
+            "skipped_steps": sum(result.overflow for result in self.results),
+            "metrics": self.evaluations,
+            "versions": versions(),
+        }
+
+    def close(self) -> None:
+        """End workers, threads and process groups; safe after a failure."""
+        self.console.close()
+        if self.directory is not None:
+            self.directory.close()
+        self.engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _evaluate(self) -> None:
+        if self.eval_store is None:
+            return
+        rows = self.plan.config.micro_batch_size
+        self.evaluations = evaluate(
+            self.engine, Objectives(self.plan.spec), self.eval_store, self.inputs, rows
+        )
+        self._mark = time.perf_counter()
+        self.console.say(_evaluation_line(self.step, self.evaluations))
+
+
+def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Session:
+    """Read and check everything before the expensive parts start. Raises UserError and DataError."""
+    seed = arguments.seed or 0
+    device = pick_device(arguments.device, distributed)
+    stores = _stores(arguments)
+    store = Store.open(stores / "train" if (stores / "train").is_dir() else stores)
+    eval_store = None
+    if (stores / "eval").is_dir() and not arguments.no_eval:
+        eval_store = Store.open(stores / "eval")
+    plan = make_plan(
+        config=arguments.config,
+        model=arguments.model,
+        partition=arguments.partition,
+        pipeline=arguments.pipeline,
+        steps=arguments.steps,
+        epochs=arguments.epochs,
+        samples=len(store),
+        world_size=distributed.world_size,
+        device=DeviceSupport.detect(),
+    )
+    inputs = Inputs.create(plan.spec, store.manifest, seed, device)
+    speaks = distributed.rank == 0
+    directory = None
+    if speaks:
+        name = f"{plan.spec.name}.{plan.config.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        resuming = arguments.resume not in (None, "none")
+        directory = RunDirectory.create(arguments.output or Path("runs") / name, plan.files, resuming)
+    console = Console(plan.steps, speaks)
+    start_process_group(distributed, device)
+    _say_header(console, plan, distributed, device, store)
+
+    torch.manual_seed(seed + distributed.rank)
+    meter = MemoryMeter(device)
+    meter.start()
+    layers = build_layers(plan.spec, seed=seed)
+    if plan.recompute:
+        set_recompute(layers, plan.recompute)
+    # Under DeepSpeed's pipeline a loss sees one micro-batch, and data-parallel ranks differ by stage.
+    objectives = Objectives(plan.spec, None if plan.pipeline == "deepspeed" else dist.group.WORLD)
+    engine = build_engine(layers, plan, objectives, distributed, device)
+    config = plan.config
+    data_plan = FixedBatches(
+        count=len(store),
+        micro_batch=config.micro_batch_size,
+        batches_per_step=config.global_batch_size // config.micro_batch_size,
+        length=plan.spec.text.length,
+    )
+    position = DataPosition(seed=seed)
+    loader = Loader(
+        store,
+        data_plan,
+        rank=engine.data_rank,
+        world_size=engine.data_world,
+        workers=arguments.workers or 0,
+        start=position,
+        pin_memory=device.type == "cuda",
+    )
+    return Session(
+        plan=plan,
+        distributed=distributed,
+        device=device,
+        engine=engine,
+        loader=loader,
+        data_plan=data_plan,
+        inputs=inputs,
+        eval_store=eval_store,
+        meter=meter,
+        console=console,
+        directory=directory,
+        eval_every=arguments.eval_every,
+        position=position,
+    )
+
+
+def pick_device(wanted: str | None, distributed: Distributed) -> torch.device:
+    """Give this rank's device: CUDA where there is one. Raises UserError for CUDA that is not there."""
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise UserError(
+            "--device cuda: torch sees no CUDA device here; use --device cpu or see `vlfit doctor`"
+        )
+    if wanted == "cpu":
+        # DeepSpeed asks this variable before anything else.
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if wanted == "cpu" or not found:
+        return torch.device("cpu")
+    device = torch.device("cuda", distributed.first_device())
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_process_group(distributed: Distributed, device: torch.device) -> None:
+    """Initialise torch.distributed through DeepSpeed: NCCL on CUDA, gloo on CPU."""
+    import deepspeed
+
+    if distributed.world_size == 1 and not distributed.master_port:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= distributed.environment() | {"MASTER_PORT": str(port)}
+    else:
+        os.environ |= distributed.environment()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+
+def versions() -> dict[str, str]:
+    """Give the versions of what computes."""
+    from importlib.metadata import version
+
+    names = ("vlfit", "torch", "deepspeed", "fairscale", "transformers", "timm")
+    return {name: version(name) for name in names}
+
+
+def _stores(arguments: argparse.Namespace) -> Path:
+    """``--data``: a store, or a folder with stores ``train`` and ``eval``; none: the demo's."""
+    if arguments.data is None:
+        return demo_stores(load_spec(arguments.model or DEFAULT_MODEL))
+    path = Path(arguments.data)
+    if not path.is_dir():
+        raise DataError(f"--data {path}: no such folder; make a store with `vlfit data pack SOURCE {path}`")
+    return path
+
+
+def _say_header(
+    console: Console, plan: TrainPlan, distributed: Distributed, device: torch.device, store: Store
+) -> None:
+    config = plan.config
+    backend = dist.get_backend()
+    for line in distributed.header(backend, str(device)):
+        console.say(line)
+    console.say(
+        f"model {plan.spec.name}, {config.path.name}: {config.precision_used}, ZeRO {config.zero_stage}, "
+        f"global batch {config.global_batch_size} = {config.micro_batch_size} rows × "
+        f"{config.accumulation_steps} accumulation × {config.world_size} ranks"
+    )
+    console.say(f"recomputing {len(plan.recompute)} layers: {', '.join(plan.recompute) or 'none'}")
+    console.say(f"{plan.steps} steps over {len(store)} samples")
+    for note in config.notes:
+        console.say(f"note: {note}")
+
+
+def _gather_peaks(peaks: dict[str, int]) -> dict[str, int]:
+    """Peaks of all ranks; on the CPU every rank is a device of its own: ``cpu`` is the largest."""
+    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, peaks)
+    merged: dict[str, int] = {}
+    for found in everyone:
+        for device, value in found.items():
+            merged[device] = max(merged.get(device, 0), value)
+    return merged
+
+
+def _sum_counts(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(count[name] for count in counts) for name in counts[0]} if counts else {}
+
+
+def _evaluation_line(step: int, metrics: dict[str, float]) -> str:
+    line = (
+        f"evaluation after step {step}: loss {metrics['loss']:.3f} on {metrics['samples']} held-out samples"
+    )
+    if "image_to_text_r1" in metrics:
+        chance = 100 / metrics["candidates"]
+        line += (
+            f"; R@1 image→text {metrics['image_to_text_r1']:.1f} %, text→image {metrics['text_to_image_r1']:.1f} %"
+            f" (chance {chance:.2f} %)"
+        )
+    if "image_to_text_reranked_r1" in metrics:
+        line += (
+            f"; re-ranked by ITM {metrics['image_to_text_reranked_r1']:.1f} %, "
+            f"{metrics['text_to_image_reranked_r1']:.1f} %"
+        )
+    return line
+
+
+def _closing_lines(summary: dict[str, Any], path: Path) -> list[str]:
+    peaks = ", ".join(
+        f"{device} {value / 2**20:.0f} MiB" for device, value in summary["peak_allocated_bytes"].items()
+    )
+    return [
+        f"loss {summary['loss_first']:.3f} → {summary['loss_last']:.3f} in {summary['steps']} steps, "
+        f"{summary['samples_per_second']:.0f} samples/s, peak allocated {peaks}, "
+        f"{summary['precision_used']}, {summary['recomputed_layers']} layers recomputed",
+        f"results in {path}",
+    ]

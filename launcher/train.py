@@ -1,0 +1,61 @@
+"""The training program: ``deepspeed launcher/train.py --config ds_configs/fp16_ckpt.json``.
+
+The same program runs under ``deepspeed``, ``torchrun``, ``srun`` and plain ``python``.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+# Started as a script, Python puts our own folder first on the path, where module names such as ``data``
+# would shadow libraries. What belongs there is the repository.
+_HERE = Path(__file__).resolve().parent
+if sys.path and Path(sys.path[0] or ".").resolve() == _HERE:
+    sys.path[0] = str(_HERE.parent)
+
+from launcher.options import add_train_options, decode_arguments  # noqa: E402
+from models.errors import UserError  # noqa: E402
+
+DEFAULT_SEED = 0
+DEFAULT_WORKERS = 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, train, and turn an expected error into one line and its exit code."""
+    parser = argparse.ArgumentParser(prog="train.py", description=__doc__.splitlines()[0])
+    add_train_options(parser)
+    arguments = parser.parse_args(decode_arguments(sys.argv[1:] if argv is None else argv))
+    try:
+        return train(arguments)
+    except UserError as error:
+        if arguments.debug:
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"vlfit train (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Build the plan, the layers, the data and the engine; then loop."""
+    from launcher.distributed import Distributed
+    from launcher.session import open_session
+
+    distributed = Distributed.from_environment(os.environ)
+    session = open_session(arguments, distributed)
+    try:
+        started = time.perf_counter()
+        for batches in session.batches():
+            result = session.engine.train_step(batches)
+            session.record(result)
+            if session.finished:
+                break
+        session.finish(time.perf_counter() - started)
+    finally:
+        session.close()
+    return session.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
