@@ -49,6 +49,7 @@ def data_parallel_size(arguments: argparse.Namespace, world_size: int) -> int:
     stages = stages_of(arguments.partition)
     if world_size % stages:
         raise UserError(
-            f"{arguments.partition}: {stages} stages of the deepspeed pipeline do not divide {world_size} processes"
+            f"{arguments.partition}: {stages} stages of the deepspeed pipeline do not divide "
+            f"{world_size} processes"
         )
     return world_size // stages

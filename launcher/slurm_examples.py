@@ -28,7 +28,8 @@ EXAMPLES = {
     ),
     # two stages in each process: four processes drive the eight GPUs
     "1x8-partition.sbatch": SlurmJob(
-        name="large-image-alone", nodes=1, tasks_per_node=4, gpus_per_node=8, cpus_per_task=16, time="24:00:00",
+        name="large-image-alone", nodes=1, tasks_per_node=4, gpus_per_node=8, cpus_per_task=16,
+        time="24:00:00",
         train=(
             "--config=ds_configs/fp16_ckpt.json",
             LARGE[0],
