@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.data.cost import ActivationCost, TransformerShape, auto_budget
+from launcher.data.cost import ActivationCost, TransformerShape, budget_bytes
 from launcher.data.memory_batches import MemoryBatches
 from launcher.data.order import DataPosition
 from models.errors import DataError, DoesNotFit, UserError
@@ -143,7 +143,33 @@ def test_auto_budget_is_what_fixed_batches_take() -> None:
     towers = ActivationCost(
         TransformerShape(2, 64, 4), 65, TransformerShape(2, 64, 4), TransformerShape(1, 64, 4)
     )
-    budget = auto_budget(towers, 8, 64)
+    budget = budget_bytes("auto", towers, 8, 64)
     batches = MemoryBatches(LENGTHS, batches_per_step=2, budget_bytes=budget, cost=towers)
     assert batches._rows_within(64) == 8
     assert batches._rows_within(8) > 8
+
+
+def test_cost_of_a_spec_has_its_shapes() -> None:
+    from models.spec import load_spec
+
+    towers = ActivationCost.of(load_spec("bert_vit_base"))
+    assert towers == ActivationCost(
+        TransformerShape(12, 768, 12),
+        197,
+        TransformerShape(12, 768, 12),
+        TransformerShape(6, 768, 12),
+        pairs=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2GiB", 2**31), ("800M", 800 * 2**20), ("1.5g", 3 * 2**29), ("4096", 4096)]
+)
+def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
+    assert budget_bytes(text, cost, 8, 64) == expected
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1", "0", "2 GiB of it"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="give bytes, a size such as 2GiB, or auto"):
+        budget_bytes(text, cost, 8, 64)

@@ -233,6 +233,16 @@ def test_a_finished_store_is_left_alone_and_other_settings_are_refused(tmp_path:
         pack(source, tmp_path / "store", **(SETTINGS | {"image_size": 8}))
 
 
+def test_a_copy_of_the_source_is_the_same_source(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "a.parquet", 20)
+    pack(source, tmp_path / "store", **SETTINGS)
+    os.utime(source, (1, 1))  # as a new installation does
+    pack(source, tmp_path / "store", **SETTINGS)
+    write_parquet(source, 21)
+    with pytest.raises(DataError, match="another source"):
+        pack(source, tmp_path / "store", **SETTINGS)
+
+
 def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "a.parquet", 5)
     (tmp_path / "thesis").mkdir()

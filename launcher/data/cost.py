@@ -6,9 +6,15 @@ tokens, b rows, width h and a heads. A cross-attention adds about a layer's atte
 and its weights over image tokens.
 """
 
+import re
 from dataclasses import dataclass
+from typing import Self
 
 from launcher.data.batches import Cost
+from models.errors import UserError
+from models.spec import ModelSpec
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,24 @@ class ActivationCost:
     pairs: int = 2
     """Captions that each image meets in the fusion (ITM negatives included)."""
 
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Self:
+        """Read the shapes of a model from its spec; the image tower's from timm, without any memory."""
+        import torch
+
+        from models.image import create_vit
+
+        with torch.device("meta"):
+            vit = create_vit(spec)
+        text, fusion = spec.text, spec.fusion
+        return cls(
+            image=TransformerShape(len(vit.blocks), vit.embed_dim, vit.blocks[0].attn.num_heads),
+            image_tokens=vit.patch_embed.num_patches + vit.num_prefix_tokens,
+            text=TransformerShape(text.layers, text.width, text.heads),
+            fusion=TransformerShape(fusion.layers, fusion.width, fusion.heads),
+            pairs=spec.pairs,
+        )
+
     def __call__(self, rows: int, tokens: int) -> int:
         """Bytes of ``rows`` rows of ``tokens`` tokens."""
         fusion = self.fusion
@@ -47,6 +71,14 @@ class ActivationCost:
         return rows * per_row
 
 
-def auto_budget(cost: Cost, micro_batch: int, length: int) -> int:
-    """``--batch-memory auto``: what the fixed micro-batch would take at full length."""
-    return cost(micro_batch, length)
+def budget_bytes(text: str, cost: Cost, micro_batch: int, length: int) -> int:
+    """Read ``--batch-memory``: bytes with an optional unit (``2GiB``, ``800M``; powers of 1024), or ``auto``.
+
+    ``auto`` is what the fixed micro-batch takes when every caption has full length. Raises UserError.
+    """
+    if text == "auto":
+        return cost(micro_batch, length)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise UserError(f"--batch-memory {text}: give bytes, a size such as 2GiB, or auto")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

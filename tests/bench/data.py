@@ -67,7 +67,7 @@ def show(title: str, rows: dict[str, object]) -> None:
 
 
 def rate(batches: Iterable[object], count: int) -> float:
-    """Samples per second of an epoch of ``count`` samples, in batches of BATCH; starting workers is not timed."""
+    """Samples per second of an epoch in batches of BATCH; starting the workers is not timed."""
     iterator = iter(batches)
     next(iterator)
     number = count // BATCH - 1

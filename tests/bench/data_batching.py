@@ -4,6 +4,7 @@ The model has the proportions of BERT-base + ViT-B/16 at 224 pixels with six fus
 and half as deep, so that the bench runs on a CPU. The peak is counted from the allocator's own events.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from launcher.data.batches import MicroBatch
-from launcher.data.cost import ActivationCost, TransformerShape, auto_budget
+from launcher.data.cost import ActivationCost, TransformerShape, budget_bytes
 from launcher.data.loader import StoreBatches
 from launcher.data.memory_batches import MemoryBatches
 from launcher.data.order import DataPosition
@@ -35,7 +36,12 @@ def measure(store: Store) -> dict[str, object]:
         TransformerShape(6, 192, 3), 197, TransformerShape(6, 192, 3), TransformerShape(3, 192, 3), pairs=2
     )
     plan = MemoryBatches(
-        store.lengths, 1, auto_budget(cost, ROWS, LENGTH), cost, max_length=LENGTH, rows_multiple=GROUP
+        store.lengths,
+        1,
+        budget_bytes("auto", cost, ROWS, LENGTH),
+        cost,
+        max_length=LENGTH,
+        rows_multiple=GROUP,
     )
     by_memory, position = [], DataPosition(seed=1)
     while position.epoch == 0:
@@ -53,11 +59,8 @@ def measure(store: Store) -> dict[str, object]:
         if rows < SAMPLES:
             some.append(batch)
             rows += len(batch.rows)
-    rates = {
-        "fixed, padded to 64": rate(step, fixed),
-        "fixed, padded to the longest of the batch": rate(step, longest),
-        "by memory": rate(step, some),
-    }
+    names = ("fixed, padded to 64", "fixed, padded to the longest of the batch", "by memory")
+    rates = dict(zip(names, rates_side_by_side(step, fixed, longest, some), strict=True))
     return {
         "tokens per caption, median": float(np.median(store.lengths)),
         "tokens per caption, longest": int(store.lengths.max()),
@@ -126,12 +129,18 @@ def training_step(store: Store) -> Callable[[MicroBatch], None]:
     return step
 
 
-def rate(step: Callable[[MicroBatch], None], batches: list[MicroBatch]) -> float:
-    step(batches[0])
-    start = time.perf_counter()
-    for batch in batches:
-        step(batch)
-    return sum(len(batch.rows) for batch in batches) / (time.perf_counter() - start)
+def rates_side_by_side(step: Callable[[MicroBatch], None], *ways: list[MicroBatch]) -> list[float]:
+    """Samples per second of each way, a batch of each in turn, so that a busy machine slows all alike."""
+    seconds, rows = [0.0] * len(ways), [0] * len(ways)
+    step(ways[0][0])
+    for turn in itertools.zip_longest(*ways):
+        for way, batch in enumerate(turn):
+            if batch is not None:
+                start = time.perf_counter()
+                step(batch)
+                seconds[way] += time.perf_counter() - start
+                rows[way] += len(batch.rows)
+    return [number / taken for number, taken in zip(rows, seconds, strict=True)]
 
 
 def peak_bytes(run: Callable[[], None]) -> int:

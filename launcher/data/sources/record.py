@@ -7,6 +7,9 @@ from pathlib import Path
 
 from launcher.data.decode import BadImage
 
+_HASHED_BYTES = 64 << 20
+"""Larger listing files are told apart by size and time of change, not by content."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -44,7 +47,7 @@ class Source:
 
     kind: str
     files: tuple[Path, ...]
-    """The files that list the records; their names, sizes and times tell whether the source changed."""
+    """The files that list the records; they tell whether the source changed."""
     read: Callable[[bool], Iterator[Record]]
     settings: tuple[str, ...] = ()
     rows: int | None = field(default=None, compare=False)
@@ -55,7 +58,11 @@ class Source:
         hasher = hashlib.sha256(repr((self.kind, self.settings)).encode())
         for file in self.files:
             state = file.stat()
-            hasher.update(repr((file.name, state.st_size, state.st_mtime_ns)).encode())
+            if file.is_file() and state.st_size <= _HASHED_BYTES:
+                # Without the time of change: a copy of a source, such as a new installation, is the same.
+                hasher.update(hashlib.sha256(file.read_bytes()).digest())
+            else:
+                hasher.update(repr((file.name, state.st_size, state.st_mtime_ns)).encode())
         return hasher.hexdigest()
 
 
