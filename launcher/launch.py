@@ -51,7 +51,8 @@ def plan_launch(
     which = arguments.launcher or ("deepspeed" if numbers else "torchrun")
     if which == "deepspeed" and not numbers:
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={visible}: deepspeed's launcher takes numbers only; use --launcher torchrun"
+            f"CUDA_VISIBLE_DEVICES={visible}: deepspeed's launcher takes numbers only; --launcher torchrun "
+            "takes any"
         )
     if arguments.hostfile is not None:
         if which == "torchrun":

@@ -58,7 +58,8 @@ def test_command_of_each_engine(partition):
     ]  # fmt: skip
     assert planned("--gpus=4", "--partition", partition, "--pipeline=deepspeed")[2] == "--num_gpus=4"
     assert planned("--gpus=2", "--launcher=torchrun") == [
-        "-m", "launcher.torchrun", "--nproc-per-node=2", "--standalone", "launcher/train.py", "--config=c.json"
+        "-m", "launcher.torchrun", "--nproc-per-node=2", "--standalone",
+        "launcher/train.py", "--config=c.json",
     ]  # fmt: skip
 
 
@@ -261,7 +262,8 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
         text=True,
     )
     assert shlex.split(shown.stdout)[1:] == [
-        "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--master_port=29500", str(PROGRAM), "--config=a b.json"
+        "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--master_port=29500",
+        str(PROGRAM), "--config=a b.json",
     ]  # fmt: skip
 
 

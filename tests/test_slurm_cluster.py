@@ -220,7 +220,7 @@ def test_a_killed_task_ends_the_job_as_failed_and_leaves_no_process(slurm_cluste
     ("changes", "exit_code", "said"),
     [
         ({"environment": {"TEST_WORLD": "4"}}, 2, "c.json needs 4 processes, but slurm started 2"),
-        ({"train": ("--config=c.json", "--steps=1", "--data=/nowhere/store")}, 3, "/nowhere/store: no such data store on n"),
+        ({"train": ("--config=c.json", "--steps=1", "--data=/nowhere")}, 3, "/nowhere: no such data store"),
         ({"modules": ("no-such-module",)}, 2, "failed: module load no-such-module"),
         ({"environment": {"TEST_FAIL": "1:1"}}, 1, "rank 1 was told to fail"),
     ],

@@ -8,9 +8,9 @@ from launcher.options import add_train_options
 HELP = "train on SLURM: render the batch script, submit it"
 
 SBATCH_OPTIONS = (
-    ("--account", "-A"), ("--qos", "-q"), ("--constraint", "-C"), ("--exclude", "-x"),
-    ("--nodelist", "-w"), ("--mem",),
-   , ("--reservation",), ("--dependency", "-d"), ("--begin", "-b"), ("--mail-user",), ("--mail-type",),
+    ("--account", "-A"), ("--qos", "-q"), ("--constraint", "-C"), ("--exclude", "-x"), ("--nodelist", "-w"),
+    ("--mem",), ("--reservation",), ("--dependency", "-d"), ("--begin", "-b"),
+    ("--mail-user",), ("--mail-type",),
 )  # fmt: skip
 """Options of sbatch by name; any other stands after ``--``."""
 
