@@ -178,6 +178,30 @@ def test_workers_leave_signals_to_the_rank_and_end_with_it(packed: Path) -> None
     assert not alive
 
 
+def test_workers_of_a_killed_rank_end(packed: Path) -> None:
+    program = f"""
+import time
+from launcher.data.batches import FixedBatches
+from launcher.data.loader import Loader
+from launcher.data.store import Store
+if __name__ == "__main__":
+    batches = iter(Loader(Store.open({str(packed)!r}), FixedBatches(100, 4, 1), workers=2))
+    next(batches)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    script = packed.parent / "killed.py"
+    script.write_text(program)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 3
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+
+
 def test_the_loader_pickles_small(packed: Path) -> None:
     assert len(pickle.dumps(Loader(Store.open(packed), FixedBatches(100, 2, 1)).batches)) < 100_000
 

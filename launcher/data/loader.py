@@ -9,7 +9,6 @@ import atexit
 import multiprocessing
 import os
 import shutil
-import signal
 import weakref
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from launcher.data.batches import MicroBatch, Plan
+from launcher.data.helper_process import follow_parent
 from launcher.data.order import DataPosition
 from launcher.data.store import Store
 from models.errors import UserError
@@ -90,7 +90,7 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=_PREFETCH,
             multiprocessing_context=context,
-            worker_init_fn=_leave_signals,
+            worker_init_fn=_start_worker,
             pin_memory=self.pin_memory,
         )
 
@@ -178,9 +178,8 @@ def _empty(shape: tuple[int, ...]) -> Tensor:
     return tensor.set_(storage, 0, shape)
 
 
-def _leave_signals(_: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+def _start_worker(_: int) -> None:
+    follow_parent()
     torch.set_num_threads(1)
 
 

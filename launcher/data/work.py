@@ -6,12 +6,9 @@ point without harm, and the bytes of a store do not depend on how many there are
 
 import hashlib
 import os
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from multiprocessing import parent_process
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from launcher.data.decode import BadImage, decode
+from launcher.data.helper_process import follow_parent
 from launcher.data.sources import Record, read_image
 from launcher.data.tokenizer import encode
 
@@ -168,12 +166,10 @@ _worker: Worker | None = None
 
 
 def start_worker(order: WorkOrder) -> None:
-    """Initialise a worker process: leave signals to the packer, and end when the packer is gone."""
+    """Initialise a worker process."""
     global _worker
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    follow_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = Worker(order)
 
 
@@ -181,11 +177,3 @@ def work(records: Sequence[Record]) -> list[Result]:
     """Do a batch of records in this worker process."""
     assert _worker is not None
     return _worker(records)
-
-
-def _end_with_parent() -> None:
-    """A killed packer cannot close its pool, and its workers would wait for work forever."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
