@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from models.names import is_repeated, select
 from models.state import check_state
@@ -21,7 +21,8 @@ class Layer(nn.Module):
 
     ``module`` takes the six slots of the state as arguments. ``recompute`` drops its activations in
     the forward pass and computes them again in the backward pass. ``autocast`` is a dtype, or None for
-    the dtype of the parameters.
+    the dtype of the parameters. ``reentrant`` is for ZeRO-3 alone, whose hooks free gathered weights at the end
+    of the recomputed forward pass: only the reentrant kind builds a graph of its own that gathers them again.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -30,20 +31,29 @@ class Layer(nn.Module):
         self.module = module
         self.recompute = False
         self.autocast: torch.dtype | None = None
-        self.keep_early_stop = True
+        self.reentrant = False
 
     def forward(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         rows = check_state(state, f"into {self.name}")
         with self._precision(state[0].device.type):
-            if self.recompute and torch.is_grad_enabled():
-                # Without early stop the recomputation runs to its end, so that ZeRO-3's hooks release what
-                # they gathered; with it, it stops at the last tensor that backward needs.
-                with set_checkpoint_early_stop(self.keep_early_stop):
-                    out = checkpoint(self.module, *state, use_reentrant=False)
+            if self.recompute and torch.is_grad_enabled() and self._needs_gradient(state):
+                out = self._checkpoint(state)
             else:
                 out = self.module(*state)
         check_state(out, f"out of {self.name}", rows)
         return out
+
+    def _needs_gradient(self, state: tuple[Tensor, ...]) -> bool:
+        """False in a frozen tower: nothing is kept for backward there, so there is nothing to recompute."""
+        return any(tensor.requires_grad for tensor in (*state, *self.module.parameters()))
+
+    def _checkpoint(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not self.reentrant:
+            return checkpoint(self.module, *state, use_reentrant=False)
+        # Without an input that requires a gradient, reentrant recomputation would train nothing in here: a
+        # frozen tower below, say. An empty tensor that requires one takes that role.
+        anchor = torch.empty(0, device=state[0].device, requires_grad=True)
+        return checkpoint(lambda _, *slots: self.module(*slots), anchor, *state, use_reentrant=True)
 
     def _precision(self, device_type: str) -> contextlib.AbstractContextManager:
         if self.autocast is None:

@@ -60,7 +60,9 @@ class Engine(Protocol):
         """End worker threads and process groups; safe to call twice."""
 
 
-def mean_over_ranks(values: dict[str, Tensor], group: "torch.distributed.ProcessGroup | None") -> dict[str, float]:
+def mean_over_ranks(
+    values: dict[str, Tensor], group: "torch.distributed.ProcessGroup | None"
+) -> dict[str, float]:
     """Average scalars over ranks with one collective."""
     names = sorted(values)
     packed = torch.stack([values[name].detach().float().reshape(()) for name in names])

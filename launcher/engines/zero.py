@@ -37,8 +37,7 @@ class ZeroEngine:
         if config.autocast_dtype:
             set_autocast(self.layers, getattr(torch, config.autocast_dtype))
         for layer in self.layers:
-            # ZeRO-3 frees gathered weights after a module's forward; a recomputation that stops early skips that.
-            layer.keep_early_stop = config.zero_stage < 3
+            layer.reentrant = config.zero_stage == 3
         network = nn.Sequential(*self.layers).to(device)
         self.deepspeed: Any = deepspeed.initialize(
             model=network,
@@ -86,11 +85,14 @@ class ZeroEngine:
 
         found: dict[str, Tensor] = {}
         keep = dist.get_rank() == 0
+        masters = _unsharded_masters(self.deepspeed.optimizer)
         for layer in self.layers:
             for key, parameter in layer.module.named_parameters():
                 full = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
                 if full is None:
-                    full = self._gathered(parameter)
+                    full = masters.get(id(parameter))
+                if full is None:
+                    full = _gathered(parameter)
                 if keep:
                     found[f"{layer.name}/{key}"] = full.detach().float().cpu().clone()
             if keep:
@@ -105,17 +107,17 @@ class ZeroEngine:
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters
         from deepspeed.utils import safe_set_full_fp32_param
 
+        masters = _unsharded_masters(self.deepspeed.optimizer)
         for layer in self.layers:
             for key, parameter in layer.module.named_parameters():
                 value = tensors[f"{layer.name}/{key}"].to(parameter.device)
                 with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
                     parameter.data.copy_(value)
-                if (
-                    parameter.requires_grad
-                    and hasattr(parameter, "_hp_mapping")
-                    or hasattr(parameter, "ds_id")
-                ):
+                sharded = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
+                if parameter.requires_grad and sharded:
                     safe_set_full_fp32_param(parameter, value.float())
+                if id(parameter) in masters:
+                    masters[id(parameter)].copy_(value)
             for key, buffer in _buffers(layer).items():
                 buffer.copy_(tensors[f"{layer.name}/{key}"])
 
@@ -123,11 +125,30 @@ class ZeroEngine:
         """Free DeepSpeed's hooks."""
         self.deepspeed.destroy()
 
-    def _gathered(self, parameter: nn.Parameter) -> Tensor:
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            return parameter.detach().clone()
+def _gathered(parameter: nn.Parameter) -> Tensor:
+    """The whole parameter, also where ZeRO-3 has sharded it."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        return parameter.detach().clone()
+
+
+def _unsharded_masters(optimizer: Any) -> dict[int, Tensor]:
+    """fp32 masters by ``id`` of their parameter, where DeepSpeed keeps them whole (16 bits at stage 0).
+
+    ``safe_get_full_fp32_param`` does not know these: deepspeed/runtime/fp16/{un,}fused_optimizer.py of 0.19.
+    """
+    masters: dict[int, Tensor] = {}
+    groups = getattr(optimizer, "fp16_groups", [])
+    if hasattr(optimizer, "fp32_groups"):
+        for group, group_masters in zip(groups, optimizer.fp32_groups, strict=True):
+            masters |= {id(p): master.detach() for p, master in zip(group, group_masters, strict=True)}
+    elif hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(groups, optimizer.fp32_groups_flat, strict=True):
+            parts = flat.detach().split([parameter.numel() for parameter in group])
+            masters |= {id(p): part.view(p.shape) for p, part in zip(group, parts, strict=True)}
+    return masters
 
 
 def _buffers(layer: Layer) -> dict[str, Tensor]:
