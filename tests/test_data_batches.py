@@ -46,6 +46,16 @@ def test_an_epoch_is_complete_and_every_batch_is_within_the_budget(per_step: int
     assert odd <= 1
 
 
+def test_batches_start_at_multiples_and_rows_are_never_used_twice() -> None:
+    rows = []
+    for epoch in range(3):
+        for step in epoch_steps(plan(rows_multiple=4), epoch):
+            for batch in step[0]:
+                assert batch.rows[0] % 4 == 0
+                rows += batch.rows.tolist()
+    assert len(set(rows)) == len(rows) == 3 * len(LENGTHS)
+
+
 def test_the_costliest_batches_come_first() -> None:
     steps = epoch_steps(plan())
     costs = [[cost(len(batch.sample_ids), batch.length) for batch in step[0]] for step in steps]

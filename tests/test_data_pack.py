@@ -243,6 +243,17 @@ def test_a_copy_of_the_source_is_the_same_source(tmp_path: Path) -> None:
         pack(source, tmp_path / "store", **SETTINGS)
 
 
+def test_two_packs_do_not_write_one_store(tmp_path: Path) -> None:
+    source = write_parquet(tmp_path / "a.parquet", 70)
+
+    def meanwhile(done: int, total: int | None) -> None:
+        with pytest.raises(DataError, match="another pack is writing it"):
+            pack(source, tmp_path / "store", **SETTINGS)
+
+    pack(source, tmp_path / "store", progress=meanwhile, **SETTINGS)
+    assert verify(tmp_path / "store") == []
+
+
 def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "a.parquet", 5)
     (tmp_path / "thesis").mkdir()

@@ -26,7 +26,7 @@ class MicroBatch:
     sample_ids: np.ndarray
     """int64 [B]."""
     rows: np.ndarray
-    """int64 [B]: places in the endless stream of epochs, each used once: keys for per-sample randomness."""
+    """int64 [B]: neighbouring numbers, each used once in a run: keys for per-sample randomness."""
     weights: np.ndarray
     """float32 [B]: they sum to 1 over the whole step, all ranks included. A step's loss is the sum of
     weight × row loss; where ranks are averaged (DDP, ZeRO), multiply by the world size."""

@@ -43,7 +43,7 @@ class RawBatch(NamedTuple):
     caption_ids: Tensor
     """int64 [B]: equal for the same text."""
     rows: Tensor
-    """int64 [B]: place in the endless stream of epochs; ``row // len(store)`` is the epoch."""
+    """int64 [B]: a number that no other sample of the run has, whatever the ranks and workers."""
     weights: Tensor
     """float32 [B]: summing to 1 over the rows of all ranks in the optimizer step."""
 

@@ -26,7 +26,7 @@ class _EpochPlan:
     """int64 [steps + 1]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemoryBatches:
     """Steps of ``batches_per_step`` micro-batches that each cost at most ``budget_bytes``.
 
@@ -52,7 +52,7 @@ class MemoryBatches:
         """Give this rank's micro-batches of the step at ``position``. Raises DataError between steps."""
         epoch = self._epoch(position)
         number = self._step_number(epoch, position)
-        first_row = position.epoch * len(self.lengths)
+        first_row = position.epoch * -(-len(self.lengths) // self.rows_multiple) * self.rows_multiple
         start, end = epoch.step_ends[number], epoch.step_ends[number + 1]
         batches = []
         for place in batches_of_rank(self.batches_per_step, rank, world_size):
@@ -78,7 +78,9 @@ class MemoryBatches:
     def _epoch(self, position: DataPosition) -> _EpochPlan:
         key = (position.seed, position.epoch)
         if key not in self._planned:
-            self._planned.clear()  # one epoch at a time: 8 bytes per sample
+            # Two epochs, 8 bytes per sample each: workers already fetch the next while this one is consumed.
+            for old in list(self._planned)[:-1]:
+                del self._planned[old]
             self._planned[key] = self._plan(*key)
         return self._planned[key]
 
@@ -113,6 +115,8 @@ class MemoryBatches:
         if len(others):
             others = others[epoch_order(len(others), seed, epoch)[np.arange(len(others))]]
         order = np.concatenate([first, others])
+        # What is no multiple comes last, so that all others start at a multiple: ITM groups by row.
+        order = order[np.argsort(sizes[order] % self.rows_multiple != 0, kind="stable")]
         chunks = [samples[starts[batch] : starts[batch] + sizes[batch]] for batch in order]
         ends = np.concatenate([[0], np.cumsum(sizes[order])])
         return _EpochPlan(np.concatenate(chunks), ends, longest[order], ends[:: self.batches_per_step])

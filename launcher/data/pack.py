@@ -1,8 +1,11 @@
 """Pack a source into a store: decode once, so that training only copies memory."""
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -95,49 +98,73 @@ def pack(
         "tokenizer": _file_hash(tokenizer) if tokenizer else f"trained {vocab_size}",
     }
     fingerprint = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    finished = _finished(folder, fingerprint)
-    if finished is not None:
-        return PackResult(folder, finished.counts, resumed_records=finished.counts.records)
-    writer = StoreWriter(
-        folder,
-        image_size=image_size,
-        encoded=keep == "encoded",
-        shard_size_bytes=shard_size_bytes,
-        fingerprint=fingerprint,
-    )
-    resumed = writer.records
-    try:
-        special, vocabulary = _prepare_tokenizer(folder, opened, tokenizer, vocab_size)
-        order = WorkOrder(image_size, keep == "encoded", folder / TOKENIZER, special, max_length)
-        _fill(writer, opened, order, workers, on_error, progress)
-        if not writer.samples:
-            raise DataError(f"{source}: nothing could be packed; {folder / 'errors.jsonl'} says why")
-        mean, std = writer.mean_and_std()
-        files, counts = writer.finish()
-    finally:
-        writer.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _claimed(folder):
+        finished = _finished(folder, fingerprint)
+        if finished is not None:
+            return PackResult(folder, finished.counts, resumed_records=finished.counts.records)
+        writer = StoreWriter(
+            folder,
+            image_size=image_size,
+            encoded=keep == "encoded",
+            shard_size_bytes=shard_size_bytes,
+            fingerprint=fingerprint,
+        )
+        resumed = writer.records
+        try:
+            special, vocabulary = _prepare_tokenizer(folder, opened, tokenizer, vocab_size)
+            order = WorkOrder(image_size, keep == "encoded", folder / TOKENIZER, special, max_length)
+            _fill(writer, opened, order, workers, on_error, progress)
+            if not writer.samples:
+                raise DataError(f"{source}: nothing could be packed; {folder / 'errors.jsonl'} says why")
+            counts = _complete(writer, order, vocabulary)
+        finally:
+            writer.close()
+    return PackResult(folder, counts, resumed)
+
+
+def _complete(writer: StoreWriter, order: WorkOrder, vocabulary: int) -> Counts:
+    """Close the files and put the manifest in place, last of all."""
+    folder = writer.folder
+    mean, std = writer.mean_and_std()
+    files, counts = writer.finish()
     files[TOKENIZER] = FileEntry(
         bytes=(folder / TOKENIZER).stat().st_size, sha256=_file_hash(folder / TOKENIZER)
     )
     manifest = Manifest(
         schema_version=SCHEMA,
-        keep=keep,
-        image_size=image_size,
-        max_length=max_length,
+        keep="encoded" if order.encoded else "decoded",
+        image_size=order.image_size,
+        max_length=order.max_length,
         tokenizer=TOKENIZER,
         vocab_size=vocabulary,
-        **{f"{role}_id": number for role, number in special.items()},
+        **{f"{role}_id": number for role, number in order.special.items()},
         mean=mean,
         std=std,
         shard_rows=writer.shard_rows,
         counts=counts,
         files=files,
         checksum=content_checksum(files),
-        fingerprint=fingerprint,
+        fingerprint=writer.fingerprint,
     )
     manifest.write(folder)
     (folder / JOURNAL).unlink(missing_ok=True)
-    return PackResult(folder, counts, resumed)
+    return counts
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Keep other packs out of a folder; the kernel lets go if this one is killed. Raises DataError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # network file systems may have no locks on folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"{folder}: another pack is writing it; wait for that one") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _fill(
@@ -200,11 +227,10 @@ def _finished(folder: Path, fingerprint: str) -> Manifest | None:
             )
         (folder / JOURNAL).unlink(missing_ok=True)
         return manifest
-    if folder.is_dir() and not (folder / JOURNAL).is_file():
+    if not (folder / JOURNAL).is_file():
         foreign = [entry.name for entry in folder.iterdir() if entry.name != JOURNAL + ".partial"]
         if foreign:
             raise DataError(f"{folder}: is not empty ({foreign[0]}); choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     return None
 
 
