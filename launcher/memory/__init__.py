@@ -1,0 +1,1 @@
+"""Memory: measured (``measure``), and predicted before a run: table → simulator → planner."""
