@@ -116,11 +116,13 @@ def reading(folder: Path, work: Path) -> dict[str, object]:
     count = len(store)
     plan = FixedBatches(count, BATCH, 1, length=64)
     tar, parquet, small_tar, small_parquet = alternatives(folder, work)
-    rates: dict[str, float] = {"plain copy of the same bytes": max(copy_rate(store) for _ in range(3))}
-    for workers in (0, WORKERS):
-        loader = Loader(store, plan, workers=workers)
-        for _ in range(2):  # the first epoch maps the pages
-            rates[f"store, workers={workers}"] = rate(loader, count)
+    copies, alone = [], []
+    for _ in range(4):  # in turn, so that a busy machine slows both; the first turn maps the pages
+        copies.append(copy_rate(store))
+        alone.append(rate(Loader(store, plan), count))
+    rates: dict[str, float] = {"plain copy of the same bytes": max(copies), "store, workers=0": max(alone)}
+    loader = Loader(store, plan, workers=WORKERS)
+    rates[f"store, workers={WORKERS}"] = max(rate(loader, count) for _ in range(2))
     readers: dict[str, Callable[[], Iterable[object]]] = {
         "torchvision ImageFolder + PIL": lambda: image_folder(folder),
         "datasets (Parquet)": lambda: hugging_face(parquet, work),
