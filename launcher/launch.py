@@ -23,7 +23,7 @@ from launcher.supervise import new_launch_id, supervise
 from models.errors import UserError
 
 _SAFE_FOR_SHELL = re.compile(r"[\w@+=:,./-]+")  # what deepspeed's launcher passes through pdsh unharmed
-SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
+SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 
 
 @dataclass(frozen=True)

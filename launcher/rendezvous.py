@@ -71,6 +71,21 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int]:
     return address, choose_port(address, int(environ["SLURM_JOB_ID"]))
 
 
+def interface_towards(address: str) -> str | None:
+    """Name of this node's interface that leads to an address; None where it cannot be told.
+
+    On several nodes gloo needs it as GLOO_SOCKET_IFNAME: by default it takes the address that the node's
+    own name resolves to, which in many /etc/hosts is 127.0.0.1 ("connectFullMesh failed", torch 2.14).
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # no packet is sent
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((name for name, addresses in _interfaces().items() if own in addresses), None)
+
+
 def _resolve(name: str) -> list[str]:
     try:
         return [found[4][0] for found in socket.getaddrinfo(name, None, socket.AF_INET)]  # type: ignore[misc]

@@ -65,8 +65,9 @@ def supervise(
         connections = _Connections(launch_id, remote_hosts, straggler_seconds)
         _watch(launcher, received, forward, connections, save_seconds)
         left = _left_behind(launcher, launch_id)
-        if left or connections.broken:
-            forward(signal.SIGTERM)
+        if remote_hosts and (left or connections.broken):
+            # ranks that wait for a host which is gone cannot save
+            _end_remote(launcher, forward, straggler_seconds if connections.broken else save_seconds)
         codes = family.end(launch_id, save_seconds)
         return _exit_code(launcher.poll(), left or connections.broken, codes)
     finally:
@@ -76,6 +77,18 @@ def supervise(
             watchdog.communicate(b"ended\n")
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_remote(
+    launcher: subprocess.Popen, forward: Callable[[signal.Signals], None], save_seconds: float
+) -> None:
+    forward(signal.SIGTERM)
+    deadline = time.monotonic() + save_seconds
+    while launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    forward(signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launcher.wait(10)
 
 
 def _left_behind(launcher: subprocess.Popen, launch_id: str, seconds: float = 3) -> bool:
@@ -148,7 +161,7 @@ def _exit_code(returned: int | None, orphans: bool, adopted: list[int]) -> int:
     for code in (returned, *adopted):
         if code is not None and code < 0:
             return 128 - code
-        if code is not None and code > 192:  # sys.exit(-n) of deepspeed's launcher
+        if code is not None and 192 < code < 255:  # sys.exit(-n) of deepspeed's launcher; 255 is ssh's own
             return 128 + 256 - code
         if code:
             return code

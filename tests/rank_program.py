@@ -20,6 +20,7 @@ from pathlib import Path
 
 from launcher.distributed import Distributed
 from launcher.options import add_train_options, decode_arguments
+from launcher.rendezvous import interface_towards
 from launcher.signals import SAVE_SIGNALS, die_with_parent, shielded_children
 from models.errors import EXIT_INTERRUPTED, DataError, UserError
 
@@ -28,6 +29,9 @@ received: list[int] = []
 
 
 def main() -> int:
+    shared = Path("environment.json")  # for hosts that ssh reaches without our variables
+    if shared.exists():
+        os.environ.update(json.loads(shared.read_text()))
     argv = decode_arguments(sys.argv[1:])
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_train_options(parser)
@@ -66,6 +70,9 @@ def train(options: argparse.Namespace, process: Distributed, argv: list[str]) ->
     import torch.distributed as dist
 
     os.environ.update(process.environment())
+    interface = interface_towards(process.master_address) if process.nodes > 1 else None
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     if process.rank == 0:
         print("\n".join(process.header("gloo", "cpu")), flush=True)

@@ -161,13 +161,19 @@ class Running:
                 stderr=log,
                 start_new_session=True,
             )
+        self.family: list[psutil.Process] = []
+
+    def wait_for_ranks(self) -> None:
         both = [self.run / "ranks" / f"{rank}.json" for rank in (0, 1)]
         wait_until(
             lambda: all(p.exists() and p.stat().st_size for p in both), 60, "ranks", self.log.read_text
         )
         time.sleep(0.2)
         self.family = psutil.Process(self.process.pid).children(recursive=True)
-        self.ranks = [json.loads(path.read_text()) for path in sorted((self.run / "ranks").glob("*.json"))]
+        self.ranks = [json.loads(path.read_text()) for path in both]
+
+    def alive(self) -> list[psutil.Process]:
+        return [process for process in self.family if process.is_running() and is_alive(process.pid)]
 
     def pid_of(self, whom: str) -> int:
         """Process id of the supervisor, of what it started, of the ranks' parent, or of rank 1."""
@@ -184,51 +190,59 @@ class Running:
         return parent.ppid() if parent.ppid() != self.process.pid else parent.pid
 
     def end(self) -> None:
-        for process in [*self.family, psutil.Process(os.getpid())]:
-            if process.pid != os.getpid() and process.is_running():
-                process.kill()
-        if self.process.poll() is None:
-            self.process.kill()
+        for process in self.alive():
+            process.kill()
+        self.process.kill()
         self.process.wait()
 
 
 SAVED, FAILED = {EXIT_INTERRUPTED}, set(range(1, 256))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "whom", "number", "codes"),
-    [
-        ("deepspeed", "vlfit", signal.SIGTERM, SAVED),
-        ("deepspeed", "vlfit", signal.SIGINT, SAVED),
-        ("deepspeed", "vlfit", signal.SIGUSR1, SAVED),
-        ("deepspeed", "vlfit", signal.SIGKILL, {-9}),
-        ("deepspeed", "runner", signal.SIGTERM, SAVED),
-        ("deepspeed", "runner", signal.SIGKILL, SAVED),
-        ("deepspeed", "launcher", signal.SIGTERM, FAILED),
-        ("deepspeed", "launcher", signal.SIGUSR1, SAVED),
-        ("deepspeed", "launcher", signal.SIGKILL, SAVED),
-        ("deepspeed", "rank", signal.SIGUSR1, SAVED),
-        ("deepspeed", "rank", signal.SIGKILL, {137}),
-        ("torchrun", "vlfit", signal.SIGTERM, SAVED),
-        ("torchrun", "rank", signal.SIGKILL, {137}),
+DEATHS = {
+    # "launcher" is the ranks' parent; deepspeed's "runner" is its parent
+    "vlfit": [
+        ("deepspeed", signal.SIGTERM, SAVED),
+        ("deepspeed", signal.SIGINT, SAVED),
+        ("deepspeed", signal.SIGUSR1, SAVED),
+        ("deepspeed", signal.SIGKILL, {-signal.SIGKILL}),
+        ("torchrun", signal.SIGTERM, SAVED),
     ],
-)
-def test_no_process_outlives_a_launch_and_no_death_passes_as_success(tmp_path, launcher, whom, number, codes):
-    running = Running(tmp_path, launcher)
+    "runner": [("deepspeed", signal.SIGTERM, SAVED), ("deepspeed", signal.SIGKILL, SAVED)],
+    "launcher": [
+        ("deepspeed", signal.SIGTERM, FAILED),
+        ("deepspeed", signal.SIGINT, FAILED),
+        ("deepspeed", signal.SIGUSR1, SAVED),
+        ("deepspeed", signal.SIGKILL, SAVED),
+    ],
+    "rank": [
+        ("deepspeed", signal.SIGTERM, SAVED),
+        ("deepspeed", signal.SIGUSR1, SAVED),
+        ("deepspeed", signal.SIGKILL, {128 + signal.SIGKILL}),
+        ("torchrun", signal.SIGKILL, {128 + signal.SIGKILL}),
+    ],
+}
+
+
+@pytest.mark.parametrize("whom", DEATHS)
+def test_no_process_outlives_a_launch_and_no_death_passes_as_success(tmp_path, whom):
+    launches: list[Running] = []
     try:
-        os.kill(running.pid_of(whom), number)
-        code = running.process.wait(60)
-        assert code in codes, running.log.read_text()
-        if codes == SAVED or whom == "vlfit":
-            wait_until((running.run / "checkpoint.pt").exists, 30, "a checkpoint", running.log.read_text)
-        wait_until(
-            lambda: not any(process.is_running() and is_alive(process.pid) for process in running.family),
-            30,
-            "the end of every process",
-            lambda: str([p for p in running.family if is_alive(p.pid)]) + running.log.read_text(),
-        )
+        for index, (launcher, _, _) in enumerate(DEATHS[whom]):  # side by side: they mostly wait
+            (tmp_path / str(index)).mkdir()
+            launches.append(Running(tmp_path / str(index), launcher))
+        for running, (_, number, _) in zip(launches, DEATHS[whom], strict=True):
+            running.wait_for_ranks()
+            os.kill(running.pid_of(whom), number)
+        for running, (launcher, number, codes) in zip(launches, DEATHS[whom], strict=True):
+            log = running.log.read_text
+            assert running.process.wait(60) in codes, f"{launcher} {number!r}\n{log()}"
+            if codes == SAVED or whom == "vlfit":
+                wait_until((running.run / "checkpoint.pt").exists, 30, "a checkpoint", log)
+            wait_until(
+                lambda: not running.alive(), 30, "the end of every process", lambda: str(running.alive())
+            )  # noqa: B023
     finally:
-        running.end()
+        for running in launches:
+            running.end()
 
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
