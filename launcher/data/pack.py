@@ -116,7 +116,10 @@ def pack(
             order = WorkOrder(image_size, keep == "encoded", folder / TOKENIZER, special, max_length)
             _fill(writer, opened, order, workers, on_error, progress)
             if not writer.samples:
-                raise DataError(f"{source}: nothing could be packed; {folder / 'errors.jsonl'} says why")
+                raise DataError(
+                    f"{source}: nothing could be packed; {folder / 'errors.jsonl'} says why; "
+                    f"mend the source, remove {folder} and pack again"
+                )
             counts = _complete(writer, order, vocabulary)
         finally:
             writer.close()
