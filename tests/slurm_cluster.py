@@ -148,14 +148,12 @@ class SlurmCluster:
         wait_until(lambda: self.state(job_id) in wanted, seconds, f"job {job_id}: {wanted}", self.logs)
         return self.job(job_id)
 
-    def wait_for_restart(self, job_id: str, seconds: float = 40) -> None:
-        """Wait until a requeued job runs again; spares the wait that SLURM imposes on it."""
+    def wait_for_restart(self, job_id: str, seconds: float = 60) -> None:
+        """Wait until a requeued job runs again (no hurry: its old credential is revoked on the nodes)."""
 
         def runs_again() -> bool:
             fields = self.job(job_id)
-            if fields.get("JobState") == "PENDING":
-                self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
-            return fields.get("Restarts") == "1" and fields.get("JobState") != "PENDING"
+            return fields.get("Restarts") == "1" and fields.get("JobState") not in ("PENDING", "COMPLETING")
 
         wait_until(runs_again, seconds, f"restart of job {job_id}", self.logs)
 

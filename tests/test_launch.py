@@ -189,6 +189,9 @@ class Running:
     def _runner(self, parent: psutil.Process) -> int:
         return parent.ppid() if parent.ppid() != self.process.pid else parent.pid
 
+    def wait_for_end(self) -> None:
+        wait_until(lambda: not self.alive(), 30, "the end of every process", lambda: str(self.alive()))
+
     def end(self) -> None:
         for process in self.alive():
             process.kill()
@@ -237,9 +240,7 @@ def test_no_process_outlives_a_launch_and_no_death_passes_as_success(tmp_path, w
             assert running.process.wait(60) in codes, f"{launcher} {number!r}\n{log()}"
             if codes == SAVED or whom == "vlfit":
                 wait_until((running.run / "checkpoint.pt").exists, 30, "a checkpoint", log)
-            wait_until(
-                lambda: not running.alive(), 30, "the end of every process", lambda: str(running.alive())
-            )  # noqa: B023
+            running.wait_for_end()
     finally:
         for running in launches:
             running.end()

@@ -121,16 +121,15 @@ def test_two_nodes_train_as_under_torchrun(slurm_cluster, work):  # noqa: F811
 
 @pytest.mark.parametrize("cause", ["scancel", "time limit"])
 def test_an_interrupted_run_saves_is_requeued_and_ends_as_if_nothing_was(slurm_cluster, work, cause):  # noqa: F811
-    steps = 40
+    steps = 600
     job = job_of(
-        nodes=2, steps=steps, environment={"TEST_STEP_SECONDS": "0.1", "TEST_CHILD": "1", "TEST_WORLD": "2"}
+        nodes=2,
+        steps=steps,
+        environment={"TEST_STEP_SECONDS": "0.1", "TEST_CHILD": "1", "TEST_WORLD": "2"},
     )
     if cause == "time limit":
-        # SLURM checks limits twice a minute at most: USR2 is due in the first second of a minute-long job
-        job = replace(
-            job, time="1:30", signal_seconds=89, train=("--config=c.json", "--steps=120", "--seed=1")
-        )
-        steps = 120
+        # SLURM looks at limits every 30 s, and rounds this one up to two minutes
+        job = replace(job, time="1:30", signal_seconds=89)
     job_id = submit(slurm_cluster, job, work)
     wait_for_step(work, job_id, 3)
     if cause == "scancel":

@@ -51,7 +51,8 @@ class TwoHosts:
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {directory}/ssh_config "$@"\n')
         wrapper.chmod(0o755)
         (directory / "ssh_config").write_text(
-            f"IdentityFile {directory}/key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+            f"IdentityFile {directory}/key\nStrictHostKeyChecking no\n"
+            "UserKnownHostsFile /dev/null\nLogLevel ERROR\n"
         )
         self.environment = dict(os.environ) | {"PATH": f"{directory / 'bin'}:{os.environ['PATH']}"}
 
