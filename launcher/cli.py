@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("compare", "config", "doctor")
+COMMANDS = ("compare", "config", "data", "doctor", "jobs", "launch", "submit")
 
 
 def build_parser() -> argparse.ArgumentParser:

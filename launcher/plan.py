@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher.config import load_config
 from launcher.config.device import DeviceSupport
@@ -11,8 +12,10 @@ from launcher.config.training import TrainingConfig
 from models.build import layer_names
 from models.errors import UserError
 from models.names import is_repeated, select
-from models.partition import PartitionSpec, load_partition
 from models.spec import ModelSpec, load_spec
+
+if TYPE_CHECKING:
+    from models.partition import PartitionSpec
 
 DEFAULT_MODEL = "demo"
 
@@ -23,7 +26,7 @@ class TrainPlan:
 
     spec: ModelSpec
     config: TrainingConfig
-    partition: PartitionSpec | None
+    partition: "PartitionSpec | None"
     pipeline: str
     """``zero``, ``fairscale`` or ``deepspeed``."""
     recompute: tuple[str, ...]
@@ -59,9 +62,7 @@ def make_plan(
     parsed = load_config(config)
     spec = load_spec(model or DEFAULT_MODEL)
     names = layer_names(spec)
-    split = load_partition(partition) if partition else None
-    if split is not None:
-        split.validate_against(names, spec.name)
+    split = _load_split(partition, names, spec.name) if partition else None
     stages = len(split.stages) if split else 1
     if pipeline and stages == 1:
         raise UserError(f"--pipeline {pipeline} needs a --partition with two stages or more")
@@ -88,6 +89,15 @@ def make_plan(
     if partition:
         files["partition.yaml"] = Path(partition).read_text()
     return TrainPlan(spec, resolved, split, engine, tuple(recompute), files, total)
+
+
+def _load_split(path: str, names: list[str], model: str) -> "PartitionSpec":
+    # FairScale's import takes a second that a run without partition need not spend.
+    from models.partition import load_partition
+
+    split = load_partition(path)
+    split.validate_against(names, model)
+    return split
 
 
 def _steps_of(config: TrainingConfig, samples: int, epochs: int | None) -> int:

@@ -1,6 +1,6 @@
 """Builds the demo's Parquet from npm packages: ``python -m launcher.demo.build [--check]``.
 
-Only whoever rebuilds the file needs this: ``npm`` on PATH, and ``pip install resvg-py==0.5.0`` to draw the SVG.
+Only whoever rebuilds the file needs this: ``npm`` on PATH, and ``pip install resvg-py==0.5.0`` to draw SVG.
 The same package versions give the same bytes.
 """
 
@@ -25,6 +25,8 @@ TAGS = 6
 """Tags of a caption: the demo model reads 24 tokens."""
 HELD_OUT = 300
 HELD_OUT_STYLE = "fluent"
+FAINT = 4.0
+"""Standard deviation of pixels below which a drawing is taken for blank."""
 SKIN_TONES = {"1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF"}
 OUTPUT = Path(__file__).with_name("emoji.parquet")
 
@@ -40,7 +42,7 @@ def build(folder: Path) -> bytes:
     assert len(set(texts)) == len(texts) == HELD_OUT, "held-out captions must differ, or R@1 means nothing"
     rows = [
         {
-            "image": {"bytes": _png(svg), "path": f"{style}/{concept}.png"},
+            "image": {"bytes": png, "path": f"{style}/{concept}.png"},
             "caption": captions[concept],
             "split": "eval" if style == HELD_OUT_STYLE and concept in held_out else "train",
             "concept": concept,
@@ -48,7 +50,7 @@ def build(folder: Path) -> bytes:
         }
         for style, icons in drawn.items()
         for concept, svg in sorted(icons.items())
-        if concept in captions
+        if concept in captions and (png := _png(svg)) is not None
     ]
     rows.sort(key=lambda row: (row["split"], _hash(f"{row['concept']} {row['style']}")))
     return _parquet(rows)
@@ -115,13 +117,16 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _png(svg: str) -> bytes:
+def _png(svg: str) -> bytes | None:
+    """Draw an SVG; None where nothing shows on white."""
     import resvg_py
-    from PIL import Image
+    from PIL import Image, ImageStat
 
     drawn = bytes(resvg_py.svg_to_bytes(svg_string=svg, background="#ffffff", width=PIXELS, height=PIXELS))
     with Image.open(io.BytesIO(drawn)) as image:
         small = image.convert("RGB")
+    if max(ImageStat.Stat(small).stddev) < FAINT:
+        return None
     # 64 colours are enough for flat drawings at this size and halve the file.
     small = small.quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     out = io.BytesIO()
