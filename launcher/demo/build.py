@@ -123,8 +123,12 @@ def _png(svg: str) -> bytes | None:
     from PIL import Image, ImageStat
 
     drawn = bytes(resvg_py.svg_to_bytes(svg_string=svg, background="#ffffff", width=PIXELS, height=PIXELS))
+    # A drawing that is not square comes out narrower: it is set in the middle of a square.
+    small = Image.new("RGB", (PIXELS, PIXELS), "white")
     with Image.open(io.BytesIO(drawn)) as image:
-        small = image.convert("RGB")
+        image = image.convert("RGB")
+        image.thumbnail((PIXELS, PIXELS))
+        small.paste(image, ((PIXELS - image.width) // 2, (PIXELS - image.height) // 2))
     if max(ImageStat.Stat(small).stddev) < FAINT:
         return None
     # 64 colours are enough for flat drawings at this size and halve the file.
