@@ -50,18 +50,17 @@ def list_jobs() -> list[Job]:
 
 
 def with_progress(job: Job) -> Job:
-    """Find the run directory of a job by its folder of logs, and read its last step."""
-    logs = f"logs/{job.job_id}"
-    for run in sorted(path.parent.parent for path in Path(job.folder).glob(f"runs/**/{logs}")):
-        return Job(**vars(job) | {"run": run} | last_step(run / "metrics.jsonl"))
-    # a run directory elsewhere: the batch script's first line in the job's log says where
-    log = Path(job.folder) / "runs" / f"slurm-{job.job_id}.log"
-    if log.exists():
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(f"job {job.job_id}: restart") and line.endswith(logs):
-                run = Path(job.folder) / line.split("logs in ", 1)[1].removesuffix(logs)
-                return Job(**vars(job) | {"run": run} | last_step(run / "metrics.jsonl"))
-    return job
+    """Find the run directory of a job, which its log names, and read its last step."""
+    marker = f"job {job.job_id}: run directory "
+    try:
+        with (Path(job.folder) / "runs" / f"slurm-{job.job_id}.log").open(errors="replace") as log:
+            named = next((line.removeprefix(marker) for line in log if line.startswith(marker)), None)
+    except OSError:
+        named = None
+    if named is None:
+        return job
+    run = Path(job.folder) / named.rstrip("\n")
+    return Job(**vars(job) | {"run": run} | last_step(run / "metrics.jsonl"))
 
 
 def last_step(metrics: Path) -> dict[str, float]:

@@ -21,13 +21,13 @@ def test_a_line_that_is_still_being_written_is_not_read(tmp_path):
     assert last_step(metrics) == {"step": 1, "loss": 2.5}
 
 
-def test_the_run_of_a_job_is_found_wherever_it_is(tmp_path):
+def test_the_run_of_a_job_is_the_one_that_its_log_names(tmp_path):
     (job,) = parse_queue(f"12|RUNNING|1:00|{tmp_path}|n1|name")
     assert with_progress(job).run is None
-    for run in (tmp_path / "elsewhere", tmp_path / "runs" / "a"):
-        (run / "logs" / "12").mkdir(parents=True)
-        (run / "metrics.jsonl").write_text('{"step": 4, "loss": 0.5}\n')
-        (tmp_path / "runs").mkdir(exist_ok=True)
-        (tmp_path / "runs" / "slurm-12.log").write_text(f"job 12: restart 0, logs in {run.name}/logs/12\n")
-        found = with_progress(job)
-        assert (found.run, found.step, found.loss) == (run, 4, 0.5)
+    run = tmp_path / "my runs" / "a"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 4, "loss": 0.5}\n')
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "slurm-12.log").write_text("job 12: restart 0\njob 12: run directory my runs/a\n")
+    found = with_progress(job)
+    assert (found.run, found.step, found.loss) == (run, 4, 0.5)

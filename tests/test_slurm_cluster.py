@@ -3,6 +3,7 @@
 The program is ``rank_program.py``, a small real training by torch.distributed over gloo.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -16,11 +17,15 @@ from pathlib import Path
 import pytest
 from slurm_cluster import SlurmCluster, is_alive, slurm_cluster, wait_until  # noqa: F401 (a fixture)
 
+from launcher import jobs, submission
+from launcher.commands import submit as submit_command
 from launcher.distributed import port_of_job
 from launcher.hostlist import expand_hostlist
 from launcher.slurm import SlurmJob, render
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
+ROOT = Path(__file__).parents[1]
+TRAIN, CONFIG = str(ROOT / "launcher/train.py"), str(ROOT / "ds_configs/fp32.json")
 AWKWARD = [
     "a b",
     "it's",
@@ -89,36 +94,66 @@ def wait_for_step(work: Path, job_id: str, step: int, run: str = "run") -> None:
     )
 
 
-def test_two_nodes_train_as_under_torchrun(slurm_cluster, work):  # noqa: F811
-    job_id = submit(slurm_cluster, job_of(nodes=2, tasks=2), work)
+def test_each_task_knows_its_place(slurm_cluster, work):  # noqa: F811
+    job_id = submit(slurm_cluster, job_of(nodes=2, tasks=2, environment={"TEST_NO_TORCH": "1"}), work)
     assert slurm_cluster.wait(job_id)["JobState"] == "COMPLETED", log_of(work, job_id)
     described = ranks(work / "run")
-    assert [(r["rank"], r["node_rank"], r["local_rank"]) for r in described] == [
-        (0, 0, 0),
-        (1, 0, 1),
-        (2, 1, 0),
-        (3, 1, 1),
-    ]
+    places = [(r["rank"], r["node_rank"], r["local_rank"]) for r in described]
+    assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert {(r["world_size"], r["nodes"], r["launcher"]) for r in described} == {(4, 2, "slurm")}
     assert not described[0]["master_address"].startswith("127.")
-    log = log_of(work, job_id)
-    assert "world size 4: 2 node(s), 2 process(es)" in log
-    assert "step 3 loss" in log
 
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    arguments = ["--config=c.json", "--steps=3", "--seed=1", "--output=reference"]
-    subprocess.run(
-        [*torchrun, PROGRAM, *arguments],
-        cwd=work,
-        check=True,
-        capture_output=True,
-        env=slurm_cluster.environment,
+
+def test_train_py_gives_the_losses_of_torchrun(slurm_cluster, work, tiny_spec_file, tiny_data):  # noqa: F811
+    config = work / "c.json"
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config.write_text(
+        json.dumps({"train_batch_size": 8, "gradient_accumulation_steps": 1, "optimizer": adam})
     )
-    for ours, theirs in zip(metrics(work / "run"), metrics(work / "reference"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
-        assert ours["samples"] == theirs["samples"]
+    train = [f"--config={config}", f"--model={tiny_spec_file}", f"--data={tiny_data}"]
+    train += ["--steps=3", "--seed=1", "--no-eval", "--device=cpu"]
+    job = job_of(nodes=2, tasks=2, program=(TRAIN,), train=tuple(train))
+    job_id = submit(slurm_cluster, job, work)
+    assert slurm_cluster.wait(job_id, seconds=120)["JobState"] == "COMPLETED", log_of(work, job_id)
+    assert "world size 4: 2 node(s), 2 process(es) on this one, started by slurm" in log_of(work, job_id)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", TRAIN]
+    subprocess.run([*torchrun, *train, "--output=reference"], cwd=work, check=True, capture_output=True)
+    ours, theirs = metrics(work / "run"), metrics(work / "reference")
+    assert [m["step"] for m in ours] == [1, 2, 3]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert mine["samples"] == other["samples"]
 
 
+def test_submit_follows_a_job_that_vlfit_jobs_lists(slurm_cluster, work, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(work)
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_CONF", slurm_cluster.environment["SLURM_CONF"])
+    monkeypatch.setattr(submission, "_program", lambda: PROGRAM)
+    words = [f"--config={CONFIG}", "--steps=30", "--output=o", "--cpus-per-task=1", "--time=10", "--wait"]
+    words += [f"--python={sys.executable}", "--env=TEST_STEP_SECONDS=0.1", "--env=TEST_FAIL=0:29"]
+    listed: list[jobs.Job] = []
+    asked = submission.job_fields
+
+    def ask_and_list(job_id: str) -> dict[str, str]:
+        listed.extend(jobs.list_jobs())
+        return asked(job_id)
+
+    monkeypatch.setattr(submission, "job_fields", ask_and_list)
+    parser = argparse.ArgumentParser()
+    submit_command.add_arguments(parser)
+    assert submit_command.run(parser.parse_args(words)) == 1
+    said = capsys.readouterr()
+    assert "step 20 loss" in said.out
+    assert "rank 0 was told to fail" in said.out
+    assert said.err.splitlines()[-1].endswith(": FAILED")
+    running = [job for job in listed if job.step is not None]
+    assert running, listed
+    assert {(job.name, job.state, str(job.run)) for job in running} == {("fp32", "RUNNING", str(work / "o"))}
+
+
+@pytest.mark.slow  # SLURM holds a requeued job back, and looks at time limits every 30 s
 @pytest.mark.parametrize("cause", ["scancel", "time limit"])
 def test_an_interrupted_run_saves_is_requeued_and_ends_as_if_nothing_was(slurm_cluster, work, cause):  # noqa: F811
     steps = 600

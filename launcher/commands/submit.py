@@ -87,5 +87,5 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     job_id = submission.submit(script)
     log = submission.log_path(job, job_id)
-    print(f"job {job_id}: log {log}, one log per rank in {job.output or 'runs/' + job_id}/logs/{job_id}/")
+    print(f"job {job_id}: log {log}, one log per rank in {log.with_suffix('')}/")
     return submission.follow(job_id, log) if arguments.wait else 0
