@@ -1,7 +1,7 @@
 """One description of a process, from the variables of each launcher.
 
-The environments below hold the variables that torchrun (torch 2.14), deepspeed 0.19 and srun (SLURM 22.05)
-set; ``test_slurm_cluster``, ``test_launch`` and ``test_launch_hosts`` ask the real ones. Those of Open MPI are
+The environments below hold the variables that torchrun (torch 2.14), deepspeed 0.19 and srun (SLURM
+22.05) set; ``test_slurm_cluster``, ``test_launch`` and ``test_launch_hosts`` ask the real ones. Those of Open MPI are
 taken from its documentation (FAQ "environmental variables"); no mpirun was asked.
 """
 
@@ -140,7 +140,7 @@ def test_neighbouring_jobs_get_different_ports_below_the_ephemeral_range():
     assert max(ports) < 32768
 
 
-# test_slurm_cluster compares with `scontrol show hostnames`, which refuses the last one (text after a bracket)
+# test_slurm_cluster compares with `scontrol show hostnames`; that refuses the last one's text after ]
 @pytest.mark.parametrize(
     ("compact", "names"),
     [

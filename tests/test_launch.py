@@ -270,6 +270,38 @@ def test_a_run_that_ends_well_gives_0_and_awkward_arguments_arrive(tmp_path, lau
     assert not list(tmp_path.rglob("hacked"))
 
 
+def test_train_py_trains_on_two_ranks_through_deepspeed(tmp_path, tiny_spec_file, tiny_data):
+    config = tmp_path / "c.json"
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config.write_text(
+        json.dumps({"train_batch_size": 8, "gradient_accumulation_steps": 1, "optimizer": adam})
+    )
+    words = [
+        f"--config={config}",
+        f"--model={tiny_spec_file}",
+        f"--data={tiny_data}",
+        "--steps=2",
+        "--no-eval",
+    ]
+    train = STARTER.replace(str(PROGRAM), str(Path(__file__).parents[1] / "launcher/train.py"))
+    started = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            train,
+            *words,
+            "--processes=2",
+            "--device=cpu",
+            f"--output={tmp_path / 'run'}",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert started.returncode == 0, started.stderr
+    assert "world size 2: 1 node(s), 2 process(es) on this one, started by deepspeed" in started.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+
+
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path):
     shown = subprocess.run(
         [sys.executable, "-c", STARTER, "--config=a b.json", "--gpus=2", "--dry-run"],
