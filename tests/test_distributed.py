@@ -1,8 +1,8 @@
 """One description of a process, from the variables of each launcher.
 
 The environments below hold the variables that torchrun (torch 2.14), deepspeed 0.19 and srun (SLURM
-22.05) set; ``test_slurm_cluster``, ``test_launch`` and ``test_launch_hosts`` ask the real ones. Those of Open MPI are
-taken from its documentation (FAQ "environmental variables"); no mpirun was asked.
+22.05) set; ``test_slurm_cluster``, ``test_launch`` and ``test_launch_hosts`` ask the real ones. Those of
+Open MPI are taken from its documentation (FAQ "environmental variables"); no mpirun was asked.
 """
 
 import pytest
