@@ -109,7 +109,7 @@ def _train(arguments: argparse.Namespace, config: str, output: Path) -> dict:
     command += [f"--steps={arguments.steps}", f"--seed={arguments.seed}", f"--output={output}", "--no-eval"]
     command += [f"--data={arguments.data}"] if arguments.data else []
     command += [f"--partition={arguments.partition}"] if arguments.partition else []
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         words = [
             line for line in done.stderr.splitlines() if line.startswith("vlfit train")

@@ -1,8 +1,10 @@
 """The demo's data: the Parquet that ships with the package, packed on first use into the user's cache."""
 
 import fcntl
+import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from models.spec import ModelSpec
 
@@ -17,11 +19,17 @@ def demo_stores(spec: ModelSpec, root: Path | None = None) -> Path:
 
     root = root or cache_root()
     vocabulary = min(4096, spec.text.vocab_size)
-    folder = root / f"demo-{spec.image.size}px-{spec.text.length}tokens-{vocabulary}words"
+    # The content is part of the name: another release of the package may ship other data.
+    content = hashlib.sha256(demo_parquet().read_bytes()).hexdigest()[:8]
+    folder = root / f"demo-{content}-{spec.image.size}px-{spec.text.length}tokens-{vocabulary}words"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        options = {"image_size": spec.image.size, "max_length": spec.text.length, "vocab_size": vocabulary}
+        options: dict[str, Any] = {
+            "image_size": spec.image.size,
+            "max_length": spec.text.length,
+            "vocab_size": vocabulary,
+        }
         train = pack(demo_parquet(), folder / "train", split="train", **options)
         pack(
             demo_parquet(), folder / "eval", split="eval", tokenizer=train.store / "tokenizer.json", **options

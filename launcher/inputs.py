@@ -33,9 +33,13 @@ class Inputs:
     device: torch.device
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    batches_per_step: int = 1
+    """Micro-batches of a step over all ranks."""
 
     @classmethod
-    def create(cls, spec: ModelSpec, manifest: Manifest, seed: int, device: torch.device) -> "Inputs":
+    def create(
+        cls, spec: ModelSpec, manifest: Manifest, seed: int, device: torch.device, batches_per_step: int = 1
+    ) -> "Inputs":
         """Check that the store fits the model. Raises UserError: vocabulary, special ids, image size."""
         if manifest.vocab_size > spec.text.vocab_size:
             raise UserError(
@@ -53,7 +57,7 @@ class Inputs:
                 f"{manifest.image_size} pixels; pack with --image-size {spec.image.size}"
             )
         mean, std = pixel_statistics(spec.image)
-        return cls(spec, manifest, seed, device, mean, std)
+        return cls(spec, manifest, seed, device, mean, std, batches_per_step)
 
     def __call__(self, batch: RawBatch, masked: bool = True) -> MicroBatch:
         """Give state and targets; ``masked=False`` leaves the captions whole (for retrieval)."""
@@ -82,7 +86,8 @@ class Inputs:
             positions=torch.from_numpy(positions_BM),
         )
         targets = Targets(labels=torch.from_numpy(labels_BM), identities=keys_B4[:, :2].contiguous())
-        return MicroBatch(self._move(state), self._move(targets))
+        weight = float(batch.weights.sum()) * self.batches_per_step
+        return MicroBatch(self._move(state), self._move(targets), weight)
 
     def _move(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)

@@ -55,7 +55,11 @@ def add_train_options(parser: argparse.ArgumentParser, config_required: bool = T
     fitting.add_argument(
         "--fit", choices=("auto", "none"), help="auto: halve the micro-batch when out of memory"
     )
-    fitting.add_argument("--batch-memory", metavar="SIZE", help="memory for prepared batches, such as 2GiB")
+    fitting.add_argument(
+        "--batch-memory",
+        metavar="SIZE",
+        help="bytes that a micro-batch may take, such as 2GiB, or auto: rows by length",
+    )
     fitting.add_argument("--cache", choices=("node", "none"), help="node: one copy of the data per node")
     fitting.add_argument("--workers", type=_not_negative, metavar="N", help="data loading processes per rank")
 

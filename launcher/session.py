@@ -1,6 +1,7 @@
 """A training session: everything that one rank holds while it trains, built once from the arguments."""
 
 import argparse
+import contextlib
 import os
 import socket
 import statistics
@@ -15,8 +16,11 @@ import torch.distributed as dist
 
 from launcher.config.device import DeviceSupport
 from launcher.console import Console
-from launcher.data.batches import FixedBatches
+from launcher.data.batches import FixedBatches, Plan
+from launcher.data.cache import node_cache
+from launcher.data.cost import ActivationCost, budget_bytes
 from launcher.data.loader import Loader
+from launcher.data.memory_batches import MemoryBatches
 from launcher.data.order import DataPosition
 from launcher.data.store import Store
 from launcher.demo_data import demo_stores
@@ -44,7 +48,7 @@ class Session:
     device: torch.device
     engine: Engine
     loader: Loader
-    data_plan: FixedBatches
+    data_plan: Plan
     inputs: Inputs
     eval_store: Store | None
     meter: MemoryMeter
@@ -52,7 +56,11 @@ class Session:
     directory: RunDirectory | None
     eval_every: int | None
     position: DataPosition
+    resources: contextlib.ExitStack
+    """What stays open while the run lasts: the node's copy of the data."""
     step: int = 0
+    samples: int = 0
+    step_rows: int = 0
     exit_code: int = 0
     results: list[StepResult] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -70,7 +78,10 @@ class Session:
         count = len(self.data_plan.step(self.position, self.engine.data_rank, self.engine.data_world))
         while True:
             self._mark = time.perf_counter()
-            yield [self.inputs(next(stream)) for _ in range(count)]
+            raw = [next(stream) for _ in range(count)]
+            # Every row of a step weighs the same, and the weights sum to 1 over all ranks.
+            self.step_rows = round(1 / float(raw[0].weights[0]))
+            yield [self.inputs(batch) for batch in raw]
 
     def record(self, result: StepResult) -> None:
         """Count a step: metrics, progress, evaluation where it is due."""
@@ -79,7 +90,8 @@ class Session:
         seconds = time.perf_counter() - self._mark
         self.step_seconds.append(seconds)
         self.results.append(result)
-        rate = self.data_plan.rows_per_step / seconds
+        self.samples += self.step_rows
+        rate = self.step_rows / seconds
         if self.directory is not None:
             self.directory.write_step(
                 {
@@ -92,7 +104,7 @@ class Session:
                     "grad_norm": result.grad_norm,
                     "loss_scale": result.loss_scale,
                     "overflow": result.overflow,
-                    "samples": self.step * self.data_plan.rows_per_step,
+                    "samples": self.samples,
                     "samples_per_second": rate,
                     "step_seconds": seconds,
                     "peak_allocated_bytes": self.meter.peak_bytes(),
@@ -117,7 +129,6 @@ class Session:
     def summary(self, peaks: dict[str, int], seconds: float) -> dict[str, Any]:
         """Give ``summary.json`` as the design lists it."""
         config = self.plan.config
-        samples = self.step * self.data_plan.rows_per_step
         # The first steps compile, allocate and warm caches up.
         steady = self.step_seconds[min(2, len(self.step_seconds) - 1) :]
         return {
@@ -125,8 +136,8 @@ class Session:
             "epoch": self.position.epoch,
             "loss_first": self.results[0].loss,
             "loss_last": self.results[-1].loss,
-            "samples": samples,
-            "samples_per_second": samples / sum(self.step_seconds),
+            "samples": self.samples,
+            "samples_per_second": self.samples / sum(self.step_seconds),
             "step_seconds_median": statistics.median(steady),
             "training_seconds": seconds,
             "peak_allocated_bytes": peaks,
@@ -151,6 +162,7 @@ class Session:
         if self.directory is not None:
             self.directory.close()
         self.engine.close()
+        self.resources.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -170,7 +182,12 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     seed = arguments.seed or 0
     device = pick_device(arguments.device, distributed)
     stores = _stores(arguments)
-    store = Store.open(stores / "train" if (stores / "train").is_dir() else stores)
+    resources = contextlib.ExitStack()
+    train_store, cache_message = stores / "train" if (stores / "train").is_dir() else stores, None
+    if arguments.cache == "node":
+        cached = resources.enter_context(node_cache(train_store))
+        train_store, cache_message = cached.path, cached.message
+    store = Store.open(train_store)
     eval_store = None
     if (stores / "eval").is_dir() and not arguments.no_eval:
         eval_store = Store.open(stores / "eval")
@@ -185,7 +202,8 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
         world_size=distributed.world_size,
         device=DeviceSupport.detect(),
     )
-    inputs = Inputs.create(plan.spec, store.manifest, seed, device)
+    data_plan = _data_plan(plan, store, arguments.batch_memory)
+    inputs = Inputs.create(plan.spec, store.manifest, seed, device, _batches_per_step(plan))
     speaks = distributed.rank == 0
     directory = None
     if speaks:
@@ -195,6 +213,8 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     console = Console(plan.steps, speaks)
     start_process_group(distributed, device)
     _say_header(console, plan, distributed, device, store)
+    if cache_message:
+        console.say(cache_message)
 
     torch.manual_seed(seed + distributed.rank)
     meter = MemoryMeter(device)
@@ -203,15 +223,9 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     if plan.recompute:
         set_recompute(layers, plan.recompute)
     # Under DeepSpeed's pipeline a loss sees one micro-batch, and data-parallel ranks differ by stage.
-    objectives = Objectives(plan.spec, None if plan.pipeline == "deepspeed" else dist.group.WORLD)
+    group = None if plan.pipeline == "deepspeed" else dist.group.WORLD
+    objectives = Objectives(plan.spec, group, equal_rows=arguments.batch_memory is None)
     engine = build_engine(layers, plan, objectives, distributed, device)
-    config = plan.config
-    data_plan = FixedBatches(
-        count=len(store),
-        micro_batch=config.micro_batch_size,
-        batches_per_step=config.global_batch_size // config.micro_batch_size,
-        length=plan.spec.text.length,
-    )
     position = DataPosition(seed=seed)
     loader = Loader(
         store,
@@ -236,6 +250,7 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
         directory=directory,
         eval_every=arguments.eval_every,
         position=position,
+        resources=resources,
     )
 
 
@@ -277,6 +292,31 @@ def versions() -> dict[str, str]:
 
     names = ("vlfit", "torch", "deepspeed", "fairscale", "transformers", "timm")
     return {name: version(name) for name in names}
+
+
+def _batches_per_step(plan: TrainPlan) -> int:
+    return plan.config.global_batch_size // plan.config.micro_batch_size
+
+
+def _data_plan(plan: TrainPlan, store: Store, batch_memory: str | None) -> Plan:
+    """Micro-batches of a fixed number of rows, or as many rows as fit into ``--batch-memory``."""
+    spec, rows = plan.spec, plan.config.micro_batch_size
+    if batch_memory is None:
+        return FixedBatches(len(store), rows, _batches_per_step(plan), spec.text.length)
+    if plan.pipeline != "zero":
+        raise UserError(
+            "--batch-memory: the stages of a pipeline need micro-batches of one size; leave it out"
+        )
+    cost = ActivationCost.of(spec)
+    budget = budget_bytes(batch_memory, cost, rows, spec.text.length)
+    return MemoryBatches(
+        store.lengths,
+        _batches_per_step(plan),
+        budget,
+        cost,
+        max_length=spec.text.length,
+        rows_multiple=spec.group,
+    )
 
 
 def _stores(arguments: argparse.Namespace) -> Path:

@@ -21,8 +21,8 @@ class Layer(nn.Module):
 
     ``module`` takes the six slots of the state as arguments. ``recompute`` drops its activations in
     the forward pass and computes them again in the backward pass. ``autocast`` is a dtype, or None for
-    the dtype of the parameters. ``reentrant`` is for ZeRO-3 alone, whose hooks free gathered weights at the end
-    of the recomputed forward pass: only the reentrant kind builds a graph of its own that gathers them again.
+    the dtype of the parameters. ``reentrant`` is for ZeRO-3 alone, whose hooks free gathered weights at the
+    end of the recomputed forward pass: only the reentrant kind builds a graph of its own that gathers them again.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

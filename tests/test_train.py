@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from launcher.config import load_config
 from launcher.config.device import DeviceSupport
@@ -169,6 +170,45 @@ def test_weights_by_layer_name_survive_saving_and_loading(
     assert saved.keys() == loaded.keys()
     for key, value in saved.items():
         torch.testing.assert_close(loaded[key], value, rtol=0, atol=0)
+
+
+def test_batches_by_memory_weigh_rows_equally_over_two_ranks(
+    tmp_path: Path, tiny_spec_file: Path, tiny_data: Path, free_port: int
+) -> None:
+    """One rank with two micro-batches and two ranks with one each see the same rows, cut by memory."""
+    found = []
+    for ranks in (1, 2):
+        config = write_config(
+            tmp_path, f"{ranks}.json", train_micro_batch_size_per_gpu=8, train_batch_size=16
+        )
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", f"--num_gpus={ranks}"]
+        done = run_train(
+            [*launcher, f"--master_port={free_port}"],
+            *(
+                f"--config={config}",
+                f"--model={without_itc(tmp_path, tiny_spec_file)}",
+                f"--data={tiny_data}",
+            ),
+            *(
+                f"--output={tmp_path / str(ranks)}",
+                "--steps=4",
+                "--batch-memory=auto",
+                "--cache=node",
+                "--no-eval",
+            ),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(losses_of(tmp_path / str(ranks)))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
+
+
+def without_itc(folder: Path, spec_file: Path) -> Path:
+    """ITC looks at the rows of one micro-batch over all ranks: two micro-batches of one rank are apart."""
+    spec = yaml.safe_load(spec_file.read_text())
+    del spec["objectives"]["itc"]
+    path = folder / "no-itc.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
 
 
 BAD = {

@@ -126,9 +126,9 @@ def _png(svg: str) -> bytes | None:
     # A drawing that is not square comes out narrower: it is set in the middle of a square.
     small = Image.new("RGB", (PIXELS, PIXELS), "white")
     with Image.open(io.BytesIO(drawn)) as image:
-        image = image.convert("RGB")
-        image.thumbnail((PIXELS, PIXELS))
-        small.paste(image, ((PIXELS - image.width) // 2, (PIXELS - image.height) // 2))
+        drawing = image.convert("RGB")
+    drawing.thumbnail((PIXELS, PIXELS))
+    small.paste(drawing, ((PIXELS - drawing.width) // 2, (PIXELS - drawing.height) // 2))
     if max(ImageStat.Stat(small).stddev) < FAINT:
         return None
     # 64 colours are enough for flat drawings at this size and halve the file.

@@ -13,6 +13,9 @@ class MicroBatch(NamedTuple):
 
     state: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
+    weight: float = 1.0
+    """Factor on the loss: this micro-batch's share of the step's rows, times the step's micro-batches over all
+    ranks. 1 where all have equally many rows; otherwise it makes averaging over them a mean over rows."""
 
 
 @dataclass(frozen=True)

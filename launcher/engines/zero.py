@@ -53,9 +53,10 @@ class ZeroEngine:
         sums: dict[str, Tensor] = {}
         for batch in batches:
             result = self.objectives(engine(batch.state), batch.targets)
-            engine.backward(result.total)
+            engine.backward(result.total * batch.weight)
             engine.step()
             found = {"loss": result.total.detach()} | result.terms
+            found = {name: value * batch.weight for name, value in found.items()}
             found |= {f"skipped {name}": rows.float() for name, rows in result.skipped.items()}
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
