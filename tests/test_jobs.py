@@ -4,12 +4,12 @@ from launcher.jobs import last_step, parse_queue, with_progress
 
 
 def test_queue_lines_are_read_even_where_a_name_holds_the_separator():
-    (job,) = parse_queue("12_3|RUNNING|1-02:00:00|/work dir|n[1-2]|a|b\n\n")
+    (job,) = parse_queue("12_3|RUNNING|1-02:00:00|/home/me/a dir|n[1-2]|a|b\n\n")
     assert (job.job_id, job.state, job.time_left, job.folder) == (
         "12_3",
         "RUNNING",
         "1-02:00:00",
-        "/work dir",
+        "/home/me/a dir",
     )
     assert (job.reason, job.name) == ("n[1-2]", "a|b")
 
