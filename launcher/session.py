@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from launcher import preflight
 from launcher.config.device import DeviceSupport
 from launcher.console import Console
 from launcher.data.batches import FixedBatches, Plan
@@ -31,6 +32,7 @@ from launcher.evaluate import evaluate
 from launcher.inputs import Inputs
 from launcher.memory.measure import MemoryMeter
 from launcher.plan import DEFAULT_MODEL, TrainPlan, make_plan
+from launcher.rendezvous import interface_towards
 from launcher.run_directory import RunDirectory
 from models.build import build_layers
 from models.errors import DataError, UserError
@@ -215,6 +217,15 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     _say_header(console, plan, distributed, device, store)
     if cache_message:
         console.say(cache_message)
+    if distributed.world_size > 1:
+        preflight.run(
+            distributed,
+            device=str(device),
+            plan=plan.fingerprint,
+            data=store.manifest.checksum,
+            output=directory.path if directory else ".",
+            say=console.say,
+        )
 
     torch.manual_seed(seed + distributed.rank)
     meter = MemoryMeter(device)
@@ -282,6 +293,10 @@ def start_process_group(distributed: Distributed, device: torch.device) -> None:
         os.environ |= distributed.environment() | {"MASTER_PORT": str(port)}
     else:
         os.environ |= distributed.environment()
+    if distributed.nodes > 1:
+        interface = interface_towards(distributed.master_address)
+        if interface:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 

@@ -24,10 +24,10 @@ def build_layers(spec: ModelSpec, *, seed: int = 0, device: str | torch.device |
     with torch.random.fork_rng(devices=[]), where:
         torch.manual_seed(seed)
         vit = create_vit(spec)
-        width, prefix = vit.embed_dim, vit.num_prefix_tokens
+        width, has_class_token = vit.embed_dim, vit.cls_token is not None
         config = bert_config(spec)
         text = text_layers(config)
-        fusion = fusion_layers(spec, width, prefix)
+        fusion = fusion_layers(spec, width, has_class_token)
         for _, module in text + fusion:
             initialise(module)
     if device is None or torch.device(device).type != "meta":

@@ -40,11 +40,11 @@ def fusion_config(spec: ModelSpec) -> BertConfig:
     return config
 
 
-def fusion_layers(spec: ModelSpec, image_width: int, prefix_tokens: int) -> list[tuple[str, nn.Module]]:
+def fusion_layers(spec: ModelSpec, image_width: int, has_class_token: bool) -> list[tuple[str, nn.Module]]:
     """Give ``fusion.embed``, the fusion layers and ``head``."""
     config = fusion_config(spec)
     return [
-        ("fusion.embed", FusionEmbed(spec, image_width, prefix_tokens)),
+        ("fusion.embed", FusionEmbed(spec, image_width, has_class_token)),
         *((f"fusion.layer.{index}", FusionLayer(config)) for index in range(spec.fusion.layers)),
         ("head", Head(spec, config)),
     ]
@@ -58,11 +58,12 @@ class FusionEmbed(nn.Module):
     the data, so recomputation, chunks and ranks cannot change it. Without ITC the draw is uniform.
     """
 
-    def __init__(self, spec: ModelSpec, image_width: int, prefix_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, image_width: int, has_class_token: bool) -> None:
         super().__init__()
         self.negatives = spec.pairs - 1
-        self.has_class_token = prefix_tokens > 0
         itc = spec.objectives.itc
+        self.mean = itc is not None and itc.pooling == "mean"
+        self.has_class_token = has_class_token
         if itc is not None:
             self.image_feature = nn.Linear(image_width, itc.width)
             self.text_feature = nn.Linear(spec.text.width, itc.width)
@@ -90,9 +91,14 @@ class FusionEmbed(nn.Module):
 
     def features(self, state: State) -> Tensor:
         """Unit vectors of image and text in fp32 [B,2,E]; the image's are multiplied by 1 / temperature."""
-        image_BD = state.image[:, 0] if self.has_class_token else state.image.mean(dim=1)
+        if self.mean:
+            weight_BL1 = (state.mask / state.mask.sum(dim=1, keepdim=True)).to(state.text.dtype)[:, :, None]
+            image_BD, text_BD = state.image.mean(dim=1), (state.text * weight_BL1).sum(dim=1)
+        else:
+            image_BD = state.image[:, 0] if self.has_class_token else state.image.mean(dim=1)
+            text_BD = state.text[:, 0]
         image_BE = functional.normalize(self.image_feature(image_BD).float(), dim=-1)
-        text_BE = functional.normalize(self.text_feature(state.text[:, 0]).float(), dim=-1)
+        text_BE = functional.normalize(self.text_feature(text_BD).float(), dim=-1)
         scale = self.scale.float().exp().clamp(max=LARGEST_SCALE)
         return torch.stack([image_BE * scale, text_BE], dim=1)
 

@@ -101,6 +101,9 @@ class ContrastiveSpec(ClosedModel):
     """Width of the space that both towers are projected to."""
     temperature: Annotated[float, Field(gt=0, le=1)] = 0.07
     """Initial temperature; learned."""
+    pooling: Literal["first", "mean"] = "first"
+    """What stands for a whole image or caption: its first token ([CLS]), or the mean of its tokens, which
+    learns sooner without pretrained towers."""
 
 
 class MatchingSpec(ClosedModel):
