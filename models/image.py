@@ -38,7 +38,8 @@ def create_vit(spec: ModelSpec) -> Any:
             image.timm,
             img_size=image.size,
             num_classes=0,
-            global_pool="",
+            # Without pooling the last norm stays in place; a distilled model insists on its two tokens.
+            global_pool="token" if "distilled" in image.timm else "",
             proj_drop_rate=image.dropout,
             drop_path_rate=image.drop_path,
             **{key: value for key, value in overrides.items() if value is not None},
