@@ -28,7 +28,7 @@ class TrainPlan:
     config: TrainingConfig
     partition: "PartitionSpec | None"
     pipeline: str
-    """``zero``, ``fairscale`` or ``deepspeed``."""
+    """``zero`` or ``fairscale``."""
     recompute: tuple[str, ...]
     """Names of the layers that are recomputed."""
     files: dict[str, str]
@@ -67,12 +67,10 @@ def make_plan(
     if pipeline and stages == 1:
         raise UserError(f"--pipeline {pipeline} needs a --partition with two stages or more")
     engine = (pipeline or "fairscale") if stages > 1 else "zero"
-    # FairScale's process drives all stages itself; under DeepSpeed's pipeline each stage is a rank.
-    if engine == "deepspeed" and world_size % stages:
-        raise UserError(
-            f"{partition}: {stages} stages need a world size that {stages} divides; this run has {world_size}"
-        )
-    data_world = world_size // stages if engine == "deepspeed" else world_size
+    if engine == "deepspeed":
+        raise UserError("--pipeline deepspeed: this version has no 1F1B engine yet; use --pipeline fairscale")
+    # FairScale's process drives all stages itself, so every rank is a data-parallel one.
+    data_world = world_size
     resolved = parsed.resolve(world_size=data_world, device=device)
     total = steps or _steps_of(resolved, samples, epochs)
     resolved = parsed.resolve(world_size=data_world, device=device, total_steps=total)

@@ -233,9 +233,7 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     layers = build_layers(plan.spec, seed=seed)
     if plan.recompute:
         set_recompute(layers, plan.recompute)
-    # Under DeepSpeed's pipeline a loss sees one micro-batch, and data-parallel ranks differ by stage.
-    group = None if plan.pipeline == "deepspeed" else dist.group.WORLD
-    objectives = Objectives(plan.spec, group, equal_rows=arguments.batch_memory is None)
+    objectives = Objectives(plan.spec, dist.group.WORLD, equal_rows=arguments.batch_memory is None)
     engine = build_engine(layers, plan, objectives, distributed, device)
     position = DataPosition(seed=seed)
     loader = Loader(

@@ -127,7 +127,8 @@ class FusionEmbed(nn.Module):
         best = score_BB.topk(self.negatives - few, dim=1)
         chosen_BK = torch.cat([own_B1, best.indices, own_B1.expand(-1, few)], dim=1)
         usable_BK = torch.cat([usable_B1, best.values > -torch.inf, ~usable_B1.expand(-1, few)], dim=1)
-        return chosen_BK, usable_BK
+        # An unusable pair is the own caption again: some other row would depend on the micro-batch.
+        return chosen_BK.where(usable_BK, own_B1), usable_BK
 
 
 class FusionLayer(nn.Module):

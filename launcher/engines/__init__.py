@@ -1,4 +1,4 @@
-"""Engines: how a list of layers is trained. ZeRO (DeepSpeed), FairScale Pipe, DeepSpeed pipeline.
+"""Engines: how a list of layers is trained. ZeRO (DeepSpeed), FairScale Pipe.
 
 ``launcher.engines.engine`` says what every engine offers; the training loop knows nothing more.
 """
@@ -29,11 +29,8 @@ def build_engine(
 
         return ZeroEngine(layers, plan.config, objectives, distributed, device)
     assert plan.partition is not None
-    arguments = (layers, plan.partition, plan.config, objectives, distributed, plan.steps, device)
-    if plan.pipeline == "fairscale":
-        from launcher.engines.fairscale_pipe import FairScalePipeEngine
+    from launcher.engines.fairscale_pipe import FairScalePipeEngine
 
-        return FairScalePipeEngine(*arguments)
-    from launcher.engines.deepspeed_pipeline import DeepSpeedPipelineEngine
-
-    return DeepSpeedPipelineEngine(*arguments)
+    return FairScalePipeEngine(
+        layers, plan.partition, plan.config, objectives, distributed, plan.steps, device
+    )

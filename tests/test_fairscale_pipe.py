@@ -1,0 +1,186 @@
+"""The FairScale engine beside the ZeRO engine: same losses, same schedule, nothing left behind."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from test_train import FP32, engine_for, losses_of, run_train, write_config
+
+from launcher.config import load_config
+from launcher.config.device import DeviceSupport
+from launcher.distributed import Distributed
+from launcher.engines.fairscale_pipe import FairScalePipeEngine
+from models.build import build_layers
+from models.losses import Objectives
+from models.partition import PartitionSpec, StageSpec
+from models.spec import load_spec
+
+SCHEDULE = {
+    "type": "WarmupCosineLR",
+    "params": {"total_num_steps": 5, "warmup_num_steps": 2, "warmup_type": "linear"},
+}
+STAGES = {
+    2: [["image.*"], ["text.*", "fusion.*", "head"]],
+    3: [["image.*"], ["text.*"], ["fusion.*", "head"]],
+}
+
+
+def partition_of(stages: int, chunks: int = 4, recompute: tuple[str, ...] = ()) -> PartitionSpec:
+    specs = [
+        StageSpec(name=f"s{n}", layers=tuple(layers), device=n) for n, layers in enumerate(STAGES[stages])
+    ]
+    return PartitionSpec(model="tiny", chunks=chunks, stages=tuple(specs), recompute=recompute)
+
+
+def pipe_engine(
+    partition: PartitionSpec, config: Path, spec_file: Path, seed: int = 0
+) -> FairScalePipeEngine:
+    spec = load_spec(spec_file)
+    resolved = load_config(config).resolve(world_size=1, device=DeviceSupport.detect())
+    distributed = Distributed(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, "python")
+    layers = build_layers(spec, seed=seed)
+    return FairScalePipeEngine(
+        layers, partition, resolved, Objectives(spec), distributed, 5, torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("recompute", [(), ("*.layer.*", "image.block.*")])
+def test_losses_and_rates_equal_the_zero_engines(
+    stages: int,
+    recompute: tuple[str, ...],
+    process_group: None,
+    tiny_spec_file: Path,
+    tiny_data: Path,
+    tmp_path: Path,
+) -> None:
+    config = write_config(tmp_path, scheduler=SCHEDULE)
+    zero, batches = engine_for(config, tiny_spec_file, tiny_data)
+    steps = [next(batches) for _ in range(5)]
+    expected = [zero.train_step(step) for step in steps]
+    weights = zero.named_tensors()
+    zero.close()
+    pipe = pipe_engine(partition_of(stages, recompute=recompute), config, tiny_spec_file)
+    found = [pipe.train_step(step) for step in steps]
+    np.testing.assert_allclose([step.loss for step in found], [step.loss for step in expected], rtol=1e-4)
+    np.testing.assert_allclose([step.lr for step in found], [step.lr for step in expected], rtol=1e-6)
+    for key, tensor in pipe.named_tensors().items():
+        torch.testing.assert_close(tensor, weights[key], atol=1e-4, rtol=1e-3)
+    pipe.close()
+
+
+def test_weights_move_between_the_engines(
+    process_group: None, tiny_spec_file: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path)
+    zero, batches = engine_for(config, tiny_spec_file, tiny_data, seed=1)
+    zero.train_step(next(batches))
+    saved = zero.named_tensors()
+    zero.close()
+    pipe = pipe_engine(partition_of(3), config, tiny_spec_file, seed=2)
+    pipe.load_named_tensors(saved)
+    found = pipe.named_tensors()
+    pipe.close()
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[key], saved[key]) for key in saved)
+
+
+def test_stages_really_run_in_bf16(
+    process_group: None, tiny_spec_file: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """An outer autocast would not reach Pipe's worker threads: everything would silently run in fp32."""
+    config = write_config(tmp_path, bf16={"enabled": True})
+    engine, batches = engine_for(config, tiny_spec_file, tiny_data)
+    step = next(batches)
+    engine.close()
+    pipe = pipe_engine(partition_of(2), config, tiny_spec_file)
+    seen: list[tuple[torch.dtype, bool]] = []
+    dense = next(
+        layer for layer in pipe.layers if layer.name == "text.layer.0"
+    ).module.layer.intermediate.dense
+    dense.register_forward_hook(
+        lambda module, inputs, output: seen.append(
+            (output.dtype, threading.current_thread() is threading.main_thread())
+        )
+    )
+    pipe.train_step(step)
+    pipe.close()
+    # FairScale runs the last task of a clock tick in the main thread, the others in workers.
+    assert {dtype for dtype, _ in seen} == {torch.bfloat16} and len(seen) == 4
+
+
+def test_real_number_of_micro_batches_is_reported(
+    process_group: None, tiny_spec_file: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, train_batch_size=6)
+    pipe = pipe_engine(partition_of(2, chunks=4), config, tiny_spec_file)
+    pipe.close()
+    assert pipe.chunks == 3
+
+
+def test_closing_leaves_no_thread(process_group: None, tiny_spec_file: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    pipe = pipe_engine(partition_of(2), write_config(tmp_path), tiny_spec_file)
+    workers = set(threading.enumerate()) - before
+    assert workers
+    pipe.close()
+    pipe.close()
+    for worker in workers:
+        worker.join(timeout=5)
+        assert not worker.is_alive()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_two_ranks_of_a_pipe_through_train_equal_one_process(
+    stage: int, tiny_spec_file: Path, tiny_data: Path, tmp_path: Path, free_port: int
+) -> None:
+    partition = tmp_path / "partition.yaml"
+    partition_of(2, chunks=2, recompute=("fusion.layer.*",)).save(partition)
+    runs = []
+    for ranks in (1, 2):
+        config = tmp_path / f"{ranks}.json"
+        config.write_text(json.dumps(FP32 | {"zero_optimization": {"stage": stage if ranks == 2 else 0}}))
+        pipeline = [f"--partition={partition}", "--pipeline=fairscale"] if ranks == 2 else []
+        done = run_train(
+            [
+                sys.executable,
+                "-m",
+                "deepspeed.launcher.runner",
+                f"--num_gpus={ranks}",
+                f"--master_port={free_port}",
+            ],
+            *(f"--config={config}", f"--model={tiny_spec_file}", f"--data={tiny_data}", *pipeline),
+            *(f"--output={tmp_path / f'run{ranks}'}", "--steps=4", "--seed=3", "--no-eval"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append(losses_of(tmp_path / f"run{ranks}"))
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-4)
+    summary = json.loads((tmp_path / "run2" / "summary.json").read_text())
+    assert summary["engine"] == "fairscale" and summary["chunks"] == 2 and summary["recomputed_layers"] == 2
+
+
+def test_zero_2_with_a_pipeline_is_refused(
+    tiny_spec_file: Path, tiny_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from launcher.train import main
+
+    partition = tmp_path / "partition.yaml"
+    partition_of(2).save(partition)
+    config = write_config(tmp_path, zero_optimization={"stage": 2})
+    arguments = [
+        f"--config={config}",
+        f"--model={tiny_spec_file}",
+        f"--data={tiny_data}",
+        f"--partition={partition}",
+    ]
+    assert main(arguments) == 2
+    assert "stage 2 cannot be combined with the 2 stages" in capfd.readouterr().err
+
+
+def test_partition_in_yaml_is_what_the_tests_use() -> None:
+    assert yaml.safe_load(partition_of(2).dump_yaml())["stages"][0]["layers"] == ["image.*"]
