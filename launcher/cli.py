@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("compare", "config", "data", "doctor", "jobs", "launch", "submit")
+COMMANDS = ("compare", "config", "data", "doctor", "jobs", "launch", "partition", "submit")
 
 
 def build_parser() -> argparse.ArgumentParser:

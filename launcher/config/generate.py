@@ -21,8 +21,8 @@ _BASE: dict[str, Any] = {
     "scheduler": {
         "type": "WarmupCosineLR",
         "params": {
-            "total_num_steps": 400,
-            "warmup_num_steps": 40,
+            "total_num_steps": 250,
+            "warmup_num_steps": 25,
             "warmup_type": "linear",
             "warmup_min_ratio": 0.01,
             "cos_min_ratio": 0.01,
