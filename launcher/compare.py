@@ -100,7 +100,9 @@ def print_table(runs: list[Run], as_json: bool) -> int:
             f"{run.step_ratio:.2f}",
             f"{run.loss_last:.3f}",
         )
-    Console().print(table)
+    # In a log there is no terminal to fit into.
+    console = Console()
+    Console(width=console.width if console.is_terminal else 120).print(table)
     return 0
 
 

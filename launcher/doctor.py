@@ -39,7 +39,8 @@ def print_report(findings: list[Finding], as_json: bool) -> int:
         for finding in findings:
             sign = {"ok": "✓", "note": "·", "missing": "✗"}[finding.state]
             table.add_row(sign, finding.what, finding.found, finding.mend)
-        Console().print(table)
+        console = Console()
+        Console(width=console.width if console.is_terminal else 120).print(table)
     return 2 if any(finding.state == "missing" for finding in findings) else 0
 
 
