@@ -28,5 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run and print."""
     from launcher.compare import compare, print_table
+    from launcher.quiet import import_deepspeed
 
+    import_deepspeed()
     return print_table(compare(arguments), as_json=arguments.json)

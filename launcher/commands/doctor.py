@@ -13,5 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check and print; exit code 2 if something that training needs is missing."""
     from launcher.doctor import examine, print_report
+    from launcher.quiet import import_deepspeed
 
+    import_deepspeed()
     return print_report(examine(), as_json=arguments.json)
