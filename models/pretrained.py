@@ -34,6 +34,9 @@ def load_text_tower(modules: dict[str, Any], spec: ModelSpec) -> None:
     source, where = spec.text.pretrained, f"model {spec.name}: text.pretrained: {spec.text.pretrained}"
     if source is None:
         return
+    # transformers takes BERT-base's sizes, silently, for a folder without a config
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise UserError(f"{where} cannot be loaded: the folder has no config.json")
     try:
         config = BertConfig.from_pretrained(source)
         sizes = {
