@@ -49,11 +49,11 @@ class ZeroEngine:
         """See ``Engine.train_step``; DeepSpeed divides by the number of micro-batches and of ranks."""
         engine = self.deepspeed
         engine.train()
-        lr = engine.get_lr()[0]
+        lr, scale = engine.get_lr()[0], self._missing_scale()
         sums: dict[str, Tensor] = {}
         for batch in batches:
             result = self.objectives(engine(batch.state), batch.targets)
-            engine.backward(result.total * batch.weight)
+            engine.backward(result.total * batch.weight * self._missing_scale())
             engine.step()
             found = {"loss": result.total.detach()} | result.terms
             found = {name: value * batch.weight for name, value in found.items()}
@@ -69,10 +69,29 @@ class ZeroEngine:
             losses={name: means[name] for name in result.terms},
             skipped_rows={name: round(means[f"skipped {name}"] * rows) for name in result.skipped},
             lr=lr,
-            grad_norm=_number(engine.get_global_grad_norm()),
-            loss_scale=float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0),
+            grad_norm=self._grad_norm(scale),
+            loss_scale=_loss_scale(engine),
             overflow=bool(getattr(engine.optimizer, "overflow", False)),
         )
+
+    def _missing_scale(self) -> float:
+        """The loss scale where DeepSpeed's ``backward`` forgets it.
+
+        At stage 0 in fp16, DeepSpeed 0.19.8 divides gradients by the loss scale in ``step`` but multiplies the
+        loss only for its ZeRO optimizers (runtime/engine.py, ``backward``): gradients would come out 2^16 times
+        too small, below Adam's eps. ``test_fp16_takes_the_step_that_fp32_takes`` watches over this.
+        """
+        from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+        optimizer = self.deepspeed.optimizer
+        scaling = getattr(optimizer, "loss_scale_config", None)
+        if scaling is None or isinstance(optimizer, ZeROOptimizer) or not scaling.use_grad_scaling:
+            return 1.0
+        return float(scaling.cur_scale)
+
+    def _grad_norm(self, scale: float) -> float | None:
+        norm = self.deepspeed.get_global_grad_norm()
+        return None if norm is None else float(norm) / scale
 
     @torch.no_grad()
     def evaluate(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -158,5 +177,13 @@ def _buffers(layer: Layer) -> dict[str, Tensor]:
     return {name: buffers[name] for name in sorted(names)}
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _loss_scale(engine: Any) -> float:
+    """The loss scale from wherever this optimizer of DeepSpeed keeps it; 1 without one."""
+    optimizer = engine.optimizer
+    scaling = getattr(optimizer, "loss_scale_config", None)
+    if scaling is not None:
+        return float(scaling.cur_scale)
+    if engine.torch_autocast_z0_gradscaler:
+        return float(engine.torch_autocast_z0_gradscaler.get_scale())
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return float(scaler.loss_scale) if scaler is not None else 1.0
