@@ -4,6 +4,7 @@ The same program runs under ``deepspeed``, ``torchrun``, ``srun`` and plain ``py
 """
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -58,4 +59,11 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_code = main()
+    # Past this point the interpreter takes modules apart in any order, and threads with them: gloo's abort the
+    # process ("terminate called without an active exception", torch 2.14), FairScale's can be waited for for
+    # ever. All that must happen has happened; what registered for the exit still runs.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

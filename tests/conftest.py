@@ -68,8 +68,8 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def process_group() -> Iterator[None]:
-    """torch.distributed of world size 1 in the test process, initialised as a run does it."""
+def initialised() -> Iterator[dict[str, str]]:
+    """torch.distributed of world size 1 in the test process, as a run initialises it; gives its variables."""
     import torch
     import torch.distributed as dist
 
@@ -78,10 +78,19 @@ def process_group() -> Iterator[None]:
 
     saved = dict(os.environ)
     start_process_group(Distributed(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, "python"), torch.device("cpu"))
-    yield
-    dist.destroy_process_group()
+    added = {name: value for name, value in os.environ.items() if saved.get(name) != value}
+    # Left in place, RANK=0 and WORLD_SIZE=1 would reach the launchers that other tests start.
     os.environ.clear()
     os.environ.update(saved)
+    yield added
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def process_group(initialised: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process group with its variables set, for this test only."""
+    for name, value in initialised.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ the whole mini-batch, however many chunks it was split into.
 """
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,6 +129,9 @@ class FairScalePipeEngine:
         """Join the worker threads: left to the interpreter's exit, FairScale can wait for them for ever."""
         if hasattr(self.pipe, "pipeline"):
             del self.pipe.pipeline
+        # DistributedDataParallel holds on to the process group, which is destroyed next.
+        self.model = self.pipe
+        gc.collect()
 
     def _no_sync(self) -> contextlib.AbstractContextManager:
         return (
