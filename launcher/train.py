@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.debug:
             raise
         rank = os.environ.get("RANK", "0")
-        print(f"vlfit train (rank {rank}): {error}", file=sys.stderr, flush=True)
+        # One write, newline included: ranks share the log.
+        sys.stderr.write(f"vlfit train (rank {rank}): {error}\n")
+        sys.stderr.flush()
         return error.exit_code
 
 

@@ -87,8 +87,8 @@ def test_ranks_compare_themselves_and_measure_an_all_reduce(tmp_path, kind):
     done = subprocess.run([*command, kind], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "all-reduce of 16 MiB in" in done.stdout
-    refused = [line for line in done.stderr.splitlines() if "--exclude=n0" in line]
-    assert len(refused) == (3 if kind == "bad" else 0), done.stderr
+    # Three ranks write to one pipe: two messages may stand on one line.
+    assert done.stderr.count("--exclude=n0") == (3 if kind == "bad" else 0), done.stderr
 
 
 def test_bandwidth_is_that_of_a_ring():
