@@ -55,6 +55,16 @@ class Objectives:
         self.group = group
         self.equal_rows = equal_rows
 
+    @property
+    def names(self) -> list[str]:
+        """The spec's objectives, in the order of the terms."""
+        return [name for name in ("itc", "itm", "mlm") if getattr(self.objectives, name)]
+
+    @property
+    def skippable(self) -> list[str]:
+        """Those that skip rows without a negative."""
+        return [name for name in self.names if name != "mlm"]
+
     def __call__(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> LossTerms:
         state, targets = State(*outputs), Targets(*targets)
         rows: dict[str, Tensor] = {}

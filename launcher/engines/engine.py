@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from models.losses import LossTerms, Objectives
 
 
 class MicroBatch(NamedTuple):
@@ -63,13 +66,36 @@ class Engine(Protocol):
         """End worker threads and process groups; safe to call twice."""
 
 
-def mean_over_ranks(
-    values: dict[str, Tensor], group: "torch.distributed.ProcessGroup | None"
-) -> dict[str, float]:
-    """Average scalars over ranks with one collective."""
-    names = sorted(values)
-    packed = torch.stack([values[name].detach().float().reshape(()) for name in names])
-    if group is not None and torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(packed, group=group)
-        packed /= torch.distributed.get_world_size(group)
-    return dict(zip(names, packed.tolist(), strict=True))
+class StepLosses:
+    """Sums a step's losses over micro-batches, then over all ranks, up to one StepResult.
+
+    Ranks that compute no loss (the first stages of a pipeline) add nothing, and learn the result as well.
+    """
+
+    def __init__(self, objectives: Objectives, device: torch.device) -> None:
+        self.names, self.skippable = objectives.names, objectives.skippable
+        # total, one for each objective, rows skipped by each that can, micro-batches
+        self._sums = torch.zeros(2 + len(self.names) + len(self.skippable), device=device)
+
+    def add(self, losses: LossTerms, weight: float) -> None:
+        """Count one micro-batch; ``weight`` is its own (see ``MicroBatch``)."""
+        weighted = [losses.total.detach(), *(losses.terms[name] for name in self.names)]
+        counts = [*(losses.skipped[name] for name in self.skippable), torch.ones_like(losses.total)]
+        found = [value.float() * weight for value in weighted] + [value.float() for value in counts]
+        self._sums += torch.stack(found).to(self._sums.device)
+
+    def result(self, *, lr: float, grad_norm: float | None, loss_scale: float, overflow: bool) -> StepResult:
+        """Give the step's result, the same on all ranks. One collective."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self._sums)
+        total, *values, batches = self._sums.tolist()
+        terms, skipped = values[: len(self.names)], values[len(self.names) :]
+        return StepResult(
+            loss=total / batches,
+            losses={name: value / batches for name, value in zip(self.names, terms, strict=True)},
+            skipped_rows={name: round(rows) for name, rows in zip(self.skippable, skipped, strict=True)},
+            lr=lr,
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            overflow=overflow,
+        )

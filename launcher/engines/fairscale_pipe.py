@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher.config.training import TrainingConfig
 from launcher.distributed import Distributed
-from launcher.engines.engine import MicroBatch, StepResult, mean_over_ranks
+from launcher.engines.engine import MicroBatch, StepLosses, StepResult
 from models.errors import UserError
 from models.layer import Layer, named_tensors, set_autocast
 from models.losses import Objectives
@@ -77,28 +76,17 @@ class FairScalePipeEngine:
         """See ``Engine.train_step``; gradients are averaged over ranks at the last micro-batch only."""
         self.model.train()
         lr = self.optimizer.param_groups[0]["lr"]
-        sums: dict[str, Tensor] = {}
+        losses = StepLosses(self.objectives, self.devices[-1])
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with contextlib.nullcontext() if last else self._no_sync():
                 outputs = self.model(batch.state)
                 targets = tuple(tensor.to(self.devices[-1]) for tensor in batch.targets)
-                result = self.objectives(outputs, targets)
-                self.scaler.scale(result.total * batch.weight / len(batches)).backward()
-            found = {"loss": result.total.detach()} | result.terms
-            found = {name: value * batch.weight for name, value in found.items()}
-            found |= {f"skipped {name}": rows.float() for name, rows in result.skipped.items()}
-            for name, value in found.items():
-                sums[name] = sums[name] + value if name in sums else value
+                found = self.objectives(outputs, targets)
+                self.scaler.scale(found.total * batch.weight / len(batches)).backward()
+            losses.add(found, batch.weight)
         overflow, norm = self._update()
-        means = mean_over_ranks(
-            {name: value / len(batches) for name, value in sums.items()}, dist.group.WORLD
-        )
-        rows = len(batches) * self.data_world
-        return StepResult(
-            loss=means["loss"],
-            losses={name: means[name] for name in result.terms},
-            skipped_rows={name: round(means[f"skipped {name}"] * rows) for name in result.skipped},
+        return losses.result(
             lr=lr,
             grad_norm=norm,
             loss_scale=float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from launcher.config.training import TrainingConfig
 from launcher.distributed import Distributed
-from launcher.engines.engine import MicroBatch, StepResult, mean_over_ranks
+from launcher.engines.engine import MicroBatch, StepLosses, StepResult
 from models.layer import Layer, set_autocast
 from models.losses import Objectives
 
@@ -50,24 +50,13 @@ class ZeroEngine:
         engine = self.deepspeed
         engine.train()
         lr, scale = engine.get_lr()[0], self._missing_scale()
-        sums: dict[str, Tensor] = {}
+        losses = StepLosses(self.objectives, engine.device)
         for batch in batches:
-            result = self.objectives(engine(batch.state), batch.targets)
-            engine.backward(result.total * batch.weight * self._missing_scale())
+            found = self.objectives(engine(batch.state), batch.targets)
+            engine.backward(found.total * batch.weight * self._missing_scale())
             engine.step()
-            found = {"loss": result.total.detach()} | result.terms
-            found = {name: value * batch.weight for name, value in found.items()}
-            found |= {f"skipped {name}": rows.float() for name, rows in result.skipped.items()}
-            for name, value in found.items():
-                sums[name] = sums[name] + value if name in sums else value
-        means = mean_over_ranks(
-            {name: value / len(batches) for name, value in sums.items()}, dist.group.WORLD
-        )
-        rows = len(batches) * self.data_world
-        return StepResult(
-            loss=means["loss"],
-            losses={name: means[name] for name in result.terms},
-            skipped_rows={name: round(means[f"skipped {name}"] * rows) for name in result.skipped},
+            losses.add(found, batch.weight)
+        return losses.result(
             lr=lr,
             grad_norm=self._grad_norm(scale),
             loss_scale=_loss_scale(engine),
