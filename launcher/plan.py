@@ -28,12 +28,14 @@ class TrainPlan:
     config: TrainingConfig
     partition: "PartitionSpec | None"
     pipeline: str
-    """``zero`` or ``fairscale``."""
+    """``zero``, ``fairscale`` or ``deepspeed``."""
     recompute: tuple[str, ...]
     """Names of the layers that are recomputed."""
     files: dict[str, str]
     """File name → content, as they are copied into the run directory."""
     steps: int
+    notes: tuple[str, ...] = ()
+    """One line each on what the pipeline changes; to be printed once."""
 
     @property
     def stages(self) -> int:
@@ -67,10 +69,7 @@ def make_plan(
     if pipeline and stages == 1:
         raise UserError(f"--pipeline {pipeline} needs a --partition with two stages or more")
     engine = (pipeline or "fairscale") if stages > 1 else "zero"
-    if engine == "deepspeed":
-        raise UserError("--pipeline deepspeed: this version has no 1F1B engine yet; use --pipeline fairscale")
-    # FairScale's process drives all stages itself, so every rank is a data-parallel one.
-    data_world = world_size
+    data_world = _replicas(engine, stages, world_size, partition)
     resolved = parsed.resolve(world_size=data_world, device=device)
     total = steps or _steps_of(resolved, samples, epochs)
     resolved = parsed.resolve(world_size=data_world, device=device, total_steps=total)
@@ -79,6 +78,9 @@ def make_plan(
             f"{config}: zero_optimization.stage {resolved.zero_stage} cannot be combined with the {stages} stages "
             f"of {partition}; use stage 0 or 1"
         )
+    notes: list[str] = []
+    if split is not None and stages > 1:
+        notes = _check_chunks(engine, split.chunks, resolved, spec, partition)
     if split is not None:
         recompute = select(names, split.recompute) if split.recompute else []
     else:
@@ -86,7 +88,49 @@ def make_plan(
     files = {"config.json": Path(config).read_text(), "model.yaml": spec.dump_yaml()}
     if partition:
         files["partition.yaml"] = Path(partition).read_text()
-    return TrainPlan(spec, resolved, split, engine, tuple(recompute), files, total)
+    return TrainPlan(spec, resolved, split, engine, tuple(recompute), files, total, tuple(notes))
+
+
+def _replicas(engine: str, stages: int, world_size: int, partition: str | None) -> int:
+    """Data-parallel ranks: all, but for DeepSpeed's pipeline, which has a process for each stage.
+
+                   one process drives    of 4 processes and 2 stages
+    zero           the whole model       4
+    fairscale      all stages            4
+    deepspeed      one stage             2
+    """
+    if engine != "deepspeed":
+        return world_size
+    if world_size % stages:
+        raise UserError(
+            f"{partition}: DeepSpeed's pipeline needs a process for each of the {stages} stages, and "
+            f"{world_size} processes are no multiple of that; start {stages} for each replica"
+        )
+    return world_size // stages
+
+
+def _check_chunks(
+    engine: str, chunks: int, config: TrainingConfig, spec: ModelSpec, partition: str | None
+) -> list[str]:
+    """Give what is to be said about chunks. Raises UserError where DeepSpeed cannot cut a micro-batch."""
+    rows = config.micro_batch_size
+    if engine == "deepspeed" and rows % chunks:
+        raise UserError(
+            f"{partition}: {chunks} chunks do not divide the {rows} rows of a micro-batch ({config.path}: "
+            "train_micro_batch_size_per_gpu); change one of them"
+        )
+    notes = []
+    group, cut = spec.group, -(-rows // chunks)
+    if chunks > 1 and cut % group:
+        notes.append(
+            f"chunks of {cut} rows cut the ITM groups of {group}: rows find fewer negatives than without pipeline"
+        )
+    if engine == "deepspeed" and spec.objectives.itc and chunks > 1:
+        notes.append(
+            f"ITC compares the {cut} rows of a chunk (× {config.world_size} replicas) with each other, not the "
+            f"{rows} of a micro-batch: the last stage of DeepSpeed's pipeline computes the loss"
+        )
+    return notes
 
 
 def _load_split(path: str, names: list[str], model: str) -> "PartitionSpec":

@@ -356,7 +356,7 @@ def _say_header(
     )
     console.say(f"recomputing {len(plan.recompute)} layers: {', '.join(plan.recompute) or 'none'}")
     console.say(f"{plan.steps} steps over {len(store)} samples")
-    for note in config.notes:
+    for note in (*config.notes, *plan.notes):
         console.say(f"note: {note}")
 
 

@@ -7,6 +7,7 @@ rows are split. Only ITC looks at other rows: those of the mini-batch, gathered 
 ITC: Radford et al., 2021 (CLIP), figure 3. ITM and MLM: Li et al., 2021 (ALBEF), section 3.2.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +55,12 @@ class Objectives:
         self.objectives = spec.objectives
         self.group = group
         self.equal_rows = equal_rows
+
+    def over(self, group: "dist.ProcessGroup | None") -> "Objectives":
+        """The same objectives, with ITC's negatives from the ranks of ``group``."""
+        others = copy.copy(self)
+        others.group = group
+        return others
 
     @property
     def names(self) -> list[str]:

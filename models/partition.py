@@ -190,7 +190,12 @@ class PartitionSpec(ClosedModel):
                 self.parts = list(bounds)
                 self._set_bounds(start=bounds[stage], stop=bounds[stage + 1])
 
-        return BoundedPipelineModule(list(layers), num_stages=len(self.stages), loss_fn=loss_fn, **options)
+        module = BoundedPipelineModule(list(layers), num_stages=len(self.stages), loss_fn=loss_fn, **options)
+        for parameter in module.parameters():
+            # Else DeepSpeed 0.19.8 leaves all stages but the first out of the norm that it clips fp32 gradients
+            # by (runtime/utils.py, clip_grad_norm_).
+            parameter.model_parallel = True
+        return module
 
     def refuse_shared_parameters(self, layers: Sequence[Any]) -> None:
         """Refuse a parameter that two stages hold: it passes on the CPU and fails on GPUs."""

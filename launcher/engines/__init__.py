@@ -1,4 +1,4 @@
-"""Engines: how a list of layers is trained. ZeRO (DeepSpeed), FairScale Pipe.
+"""Engines: how a list of layers is trained. ZeRO, FairScale Pipe, DeepSpeed's pipeline.
 
 ``launcher.engines.engine`` says what every engine offers; the training loop knows nothing more.
 """
@@ -29,6 +29,10 @@ def build_engine(
 
         return ZeroEngine(layers, plan.config, objectives, distributed, device)
     assert plan.partition is not None
+    if plan.pipeline == "deepspeed":
+        from launcher.engines.deepspeed_pipe import DeepSpeedPipeEngine
+
+        return DeepSpeedPipeEngine(layers, plan.partition, plan.config, objectives)
     from launcher.engines.fairscale_pipe import FairScalePipeEngine
 
     return FairScalePipeEngine(

@@ -47,7 +47,7 @@ class Engine(Protocol):
     data_world: int
     """… out of how many. Ranks of one pipeline share a slice."""
     chunks: int
-    """Micro-batches that one step is really split into."""
+    """Micro-batches that really follow each other through the stages before those run empty."""
 
     def train_step(self, batches: Sequence[MicroBatch]) -> StepResult:
         """Run forward, backward and one optimizer step over the micro-batches of this rank."""
