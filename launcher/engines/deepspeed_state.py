@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.layer import Layer
@@ -36,7 +37,7 @@ def read_tensors(engine: Any, layers: Sequence[Layer], keep: bool) -> dict[str, 
 def write_tensors(engine: Any, layers: Sequence[Layer], tensors: dict[str, Tensor]) -> None:
     """Load weights and buffers into ``layers``, master copies included. Collective as ``read_tensors`` is."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-    from deepspeed.utils import safe_set_full_fp32_param
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     masters = _unsharded_masters(engine.optimizer)
     for layer in layers:
@@ -44,13 +45,25 @@ def write_tensors(engine: Any, layers: Sequence[Layer], tensors: dict[str, Tenso
             value = tensors[f"{layer.name}/{key}"].to(parameter.device)
             with GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
                 parameter.data.copy_(value)
-            sharded = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id")
-            if parameter.requires_grad and sharded:
+            if parameter.requires_grad and hasattr(parameter, "ds_id"):
+                safe_set_local_fp32_param(parameter, shard_of(parameter, value.float()))
+            elif parameter.requires_grad and hasattr(parameter, "_hp_mapping"):
                 safe_set_full_fp32_param(parameter, value.float())
             if id(parameter) in masters:
                 masters[id(parameter)].copy_(value)
         for key, buffer in _buffers(layer).items():
             buffer.copy_(tensors[f"{layer.name}/{key}"])
+
+
+def shard_of(parameter: Any, value: Tensor) -> Tensor:
+    """This rank's part under ZeRO-3 of a ``value`` of the whole parameter's shape, flat and padded with zeros.
+
+    DeepSpeed 0.19.8 cuts it without padding (runtime/zero/stage3.py, ``set_full_hp_param``) and fails where the
+    ranks do not divide the size.
+    """
+    size, group = parameter.ds_tensor.numel(), parameter.ds_process_group
+    padding = size * dist.get_world_size(group) - value.numel()
+    return nn.functional.pad(value.flatten(), (0, padding)).split(size)[dist.get_rank(group)]
 
 
 def grad_norm(engine: Any, scale: float) -> float | None:
