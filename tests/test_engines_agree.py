@@ -5,8 +5,6 @@ its own, so its losses agree with the others' only if it loaded every tensor, ma
 """
 
 import json
-import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from conftest import TINY
+from worlds import spawn
 
 from launcher.config.device import DeviceSupport
 from launcher.data.batches import FixedBatches
@@ -26,7 +25,6 @@ from launcher.distributed import Distributed
 from launcher.engines import build_engine
 from launcher.inputs import Inputs
 from launcher.plan import make_plan
-from launcher.session import start_process_group
 from models.build import build_layers
 from models.layer import named_tensors, set_recompute
 from models.losses import Objectives
@@ -147,25 +145,12 @@ def run(case: Case, folder: Path, distributed: Distributed, seed: int) -> Outcom
     return Outcome(losses, kept, tensors, evaluated)
 
 
-def rank_main(rank: int, world: int, port: int, folder: Path) -> None:
+def rank_main(distributed: Distributed, folder: Path) -> None:
     """One rank of a world: all of its cases in turn."""
-    distributed = Distributed(rank, rank, world, world, 0, 1, "127.0.0.1", port, "torchrun")
-    start_process_group(distributed, torch.device("cpu"))
     for number, (name, case) in enumerate(CASES.items()):
-        if case.world == world:
-            torch.save(run(case, folder, distributed, seed=number), folder / f"{name}.{rank}.outcome")
-    dist.destroy_process_group()
-
-
-def spawn(world: int, port: int, folder: Path, timeout: int = 240) -> None:
-    """Run ``rank_main`` in ``world`` processes; a rank that hangs fails the test and is ended."""
-    ranks = torch.multiprocessing.spawn(rank_main, (world, port, folder), nprocs=world, join=False)
-    deadline = time.monotonic() + timeout
-    while not ranks.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in ranks.processes:
-                process.kill()
-            pytest.fail(f"a world of {world} did not end within {timeout} s")
+        if case.world == distributed.world_size:
+            outcome = run(case, folder, distributed, seed=number)
+            torch.save(outcome, folder / f"{name}.{distributed.rank}.outcome")
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +191,7 @@ def outcomes(
             if case.world == 1:
                 found[name] = [run(case, folder, alone, seed=1)]
     for world in (2, 4):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        spawn(world, port, folder)
+        spawn(world, rank_main, folder)
     for name, case in CASES.items():
         if case.world > 1:
             found[name] = [
