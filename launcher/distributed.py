@@ -18,7 +18,7 @@ process group waits half an hour for ranks that do not exist.
 import ipaddress
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from launcher.hostlist import expand_counts, expand_hostlist
@@ -117,6 +117,20 @@ class Distributed:
                 f"{why} needs {needed} processes, but {self.launcher} started {self.world_size} "
                 f"(on {self.nodes} node(s)); start {needed}, or change the plan"
             )
+
+    def widened(self, environ: Mapping[str, str], stages: int) -> "Distributed":
+        """This process with all of its node's GPUs in sight, where deepspeed's launcher shows it too few.
+
+        ``deepspeed --num_gpus 2`` lets 2 processes see the GPUs 0 and 1, however many each of them drives;
+        ``vlfit launch`` says in VLFIT_VISIBLE_DEVICES which ones it saw. A list by anyone else stays as it is.
+        """
+        visible, processes = self.visible_devices, self.local_world_size
+        if self.launcher != "deepspeed" or visible is None or len(visible) >= processes * stages:
+            return self
+        if "VLFIT_VISIBLE_DEVICES" in environ:
+            return replace(self, visible_devices=_listed(environ["VLFIT_VISIBLE_DEVICES"]))
+        counted = tuple(str(number) for number in range(processes))
+        return replace(self, visible_devices=None) if visible == counted else self
 
     def first_device(self, stages: int = 1) -> int:
         """Index of the first of this process's ``stages`` GPUs among those it sees.
@@ -307,8 +321,12 @@ def _visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None or listed == "NoDevFiles":  # SLURM's word for a job without GPUs
         return () if listed else None
+    return _listed(listed)
+
+
+def _listed(devices: str) -> tuple[str, ...]:
     ids: list[str] = []
-    for entry in (part.strip() for part in listed.split(",")):
+    for entry in (part.strip() for part in devices.split(",")):
         if not entry or entry == "-1":
             break  # CUDA ignores everything from the first invalid entry on
         ids.append(entry)

@@ -29,6 +29,11 @@ def stages_of(partition: str | None) -> int:
     return len(stages)
 
 
+def gpus_per_process(arguments: argparse.Namespace) -> int:
+    """GPUs that one process drives under the plan of train.py's options."""
+    return 1 if arguments.pipeline == "deepspeed" else stages_of(arguments.partition)
+
+
 def processes_per_node(arguments: argparse.Namespace, gpus: int) -> int:
     """Processes that use all ``gpus`` of a node under the plan of train.py's options; one without GPUs."""
     stages = stages_of(arguments.partition)

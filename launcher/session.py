@@ -25,6 +25,7 @@ from launcher.data.memory_batches import MemoryBatches
 from launcher.data.order import DataPosition
 from launcher.data.store import Store
 from launcher.demo_data import demo_stores
+from launcher.devices import claim_devices
 from launcher.distributed import Distributed
 from launcher.engines import build_engine
 from launcher.engines.engine import Engine, MicroBatch, StepResult
@@ -32,6 +33,7 @@ from launcher.evaluate import evaluate
 from launcher.inputs import Inputs
 from launcher.memory.measure import MemoryMeter
 from launcher.plan import DEFAULT_MODEL, TrainPlan, make_plan
+from launcher.processes import gpus_per_process
 from launcher.rendezvous import interface_towards
 from launcher.run_directory import RunDirectory
 from models.build import build_layers
@@ -121,14 +123,14 @@ class Session:
         peaks = self.meter.stop()
         if self.eval_store is not None:
             self._evaluate()
-        summary = self.summary(_gather_peaks(peaks), seconds)
+        summary = self.summary(_gather(peaks), seconds)
         if self.directory is not None:
             self.directory.write_summary(summary)
             self.console.close()
             for line in _closing_lines(summary, self.directory.path):
                 self.console.say(line)
 
-    def summary(self, peaks: dict[str, int], seconds: float) -> dict[str, Any]:
+    def summary(self, peaks: list[dict[str, int]], seconds: float) -> dict[str, Any]:
         """Give ``summary.json`` as the design lists it."""
         config = self.plan.config
         # The first steps compile, allocate and warm caches up.
@@ -142,7 +144,8 @@ class Session:
             "samples_per_second": self.samples / sum(self.step_seconds),
             "step_seconds_median": statistics.median(steady),
             "training_seconds": seconds,
-            "peak_allocated_bytes": peaks,
+            "peak_allocated_bytes": _largest(peaks),
+            "peak_allocated_bytes_by_rank": peaks,
             "peak_reserved_bytes": self.meter.reserved_bytes(),
             "peak_rss_bytes": self.meter.rss_bytes(),
             "predicted_peak_bytes": None,
@@ -182,7 +185,8 @@ class Session:
 def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Session:
     """Read and check everything before the expensive parts start. Raises UserError and DataError."""
     seed = arguments.seed or 0
-    device = pick_device(arguments.device, distributed)
+    devices = claim_devices(arguments.device, distributed, gpus_per_process(arguments))
+    device = devices[0]
     stores = _stores(arguments)
     resources = contextlib.ExitStack()
     train_store, cache_message = stores / "train" if (stores / "train").is_dir() else stores, None
@@ -228,13 +232,13 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
         )
 
     torch.manual_seed(seed + distributed.rank)
-    meter = MemoryMeter(device)
+    meter = MemoryMeter(*dict.fromkeys(devices))
     meter.start()
     layers = build_layers(plan.spec, seed=seed)
     if plan.recompute:
         set_recompute(layers, plan.recompute)
     objectives = Objectives(plan.spec, dist.group.WORLD, equal_rows=arguments.batch_memory is None)
-    engine = build_engine(layers, plan, objectives, distributed, device)
+    engine = build_engine(layers, plan, objectives, distributed, devices)
     position = DataPosition(seed=seed)
     loader = Loader(
         store,
@@ -263,23 +267,6 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     )
 
 
-def pick_device(wanted: str | None, distributed: Distributed) -> torch.device:
-    """Give this rank's device: CUDA where there is one. Raises UserError for CUDA that is not there."""
-    found = torch.cuda.is_available()
-    if wanted == "cuda" and not found:
-        raise UserError(
-            "--device cuda: torch sees no CUDA device here; use --device cpu or see `vlfit doctor`"
-        )
-    if wanted == "cpu":
-        # DeepSpeed asks this variable before anything else.
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    if wanted == "cpu" or not found:
-        return torch.device("cpu")
-    device = torch.device("cuda", distributed.first_device())
-    torch.cuda.set_device(device)
-    return device
-
-
 def start_process_group(distributed: Distributed, device: torch.device) -> None:
     """Initialise torch.distributed through DeepSpeed: NCCL on CUDA, gloo on CPU."""
     import deepspeed
@@ -295,6 +282,9 @@ def start_process_group(distributed: Distributed, device: torch.device) -> None:
         interface = interface_towards(distributed.master_address)
         if interface:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if device.type == "cuda":
+        # DeepSpeed takes it for the number of the GPU; a task of SLURM may see its own GPU only, as number 0.
+        os.environ["LOCAL_RANK"] = str(device.index)
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
@@ -360,10 +350,15 @@ def _say_header(
         console.say(f"note: {note}")
 
 
-def _gather_peaks(peaks: dict[str, int]) -> dict[str, int]:
-    """Peaks of all ranks; on the CPU every rank is a device of its own: ``cpu`` is the largest."""
+def _gather(peaks: dict[str, int]) -> list[dict[str, int]]:
+    """Peaks of all ranks, by rank."""
     everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, peaks)
+    return everyone
+
+
+def _largest(everyone: list[dict[str, int]]) -> dict[str, int]:
+    """The largest peak of each device. On the CPU every rank is a device of its own."""
     merged: dict[str, int] = {}
     for found in everyone:
         for device, value in found.items():

@@ -60,6 +60,12 @@ class PartitionSpec(ClosedModel):
         devices = [stage.device for stage in self.stages]
         if len(set(devices)) < len(devices):
             raise ValueError(f"two stages are on device {next(d for d in devices if devices.count(d) > 1)}")
+        for stage in self.stages:
+            if stage.device >= len(devices):
+                raise ValueError(
+                    f"stage '{stage.name}' is on device {stage.device}; {len(devices)} stage(s) have devices 0 to "
+                    f"{len(devices) - 1}"
+                )
         return self
 
     @property

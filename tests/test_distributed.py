@@ -170,3 +170,66 @@ def test_tasks_per_node_expand():
 def test_loopback_is_recognised():
     assert all(map(is_loopback, ["127.0.0.1", "127.0.1.1", "::1", "localhost", "localhost.localdomain"]))
     assert not any(map(is_loopback, ["10.0.0.1", "gpu07", "localhoster"]))
+
+
+def group_of(environ: dict[str, str], stages: int) -> tuple[tuple[str, ...] | None, int]:
+    """What the process may see in the end, and the first GPU of its group."""
+    process = Distributed.from_environment(environ).widened(environ, stages)
+    return process.visible_devices, process.first_device(stages)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_of_deepspeed_has_a_gpu_for_every_stage(rank):
+    """``deepspeed --num_gpus 2`` shows both of its processes the GPUs 0 and 1, on a node of four."""
+    narrowed = DEEPSPEED | {"LOCAL_RANK": str(rank)}
+    assert group_of(narrowed, 2) == (None, 2 * rank)
+    assert group_of(narrowed, 1) == (("0", "1"), rank)
+    launched = narrowed | {"CUDA_VISIBLE_DEVICES": "4,5", "VLFIT_VISIBLE_DEVICES": "4,5,6,7"}
+    assert group_of(launched, 2) == (("4", "5", "6", "7"), 2 * rank)
+
+
+@pytest.mark.parametrize(
+    ("environ", "numbers"),
+    [
+        (DEEPSPEED | {"CUDA_VISIBLE_DEVICES": "2,3"}, "2,3 shows 2 GPU"),  # --include: someone's choice
+        (DEEPSPEED | {"CUDA_VISIBLE_DEVICES": "GPU-0123abcd,GPU-1"}, "GPU-1 shows 2 GPU"),
+        (DEEPSPEED | {"VLFIT_VISIBLE_DEVICES": "0,1,2"}, "0,1,2 shows 3 GPU"),
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "0,1"}, "0,1 shows 2 GPU"),  # torchrun narrows nothing
+        (SLURM | {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb,MIG-cc"}, "MIG-cc shows 3 GPU"),
+    ],
+)
+def test_too_few_gpus_for_the_stages_are_refused_with_numbers(environ, numbers):
+    with pytest.raises(UserError) as refused:
+        group_of(environ, 2)
+    assert numbers in str(refused.value) and "the 2 process(es) of this node need 2 each" in str(
+        refused.value
+    )
+
+
+def test_a_task_of_slurm_that_sees_its_own_group_uses_all_of_it():
+    assert group_of(SLURM | {"CUDA_VISIBLE_DEVICES": "MIG-aa,GPU-bb"}, 2) == (("MIG-aa", "GPU-bb"), 0)
+
+
+def test_claimed_devices_follow_the_widened_list(monkeypatch):
+    """On a node of four GPUs, as torch would count them once CUDA_VISIBLE_DEVICES is what it should be."""
+    import os
+
+    import torch
+
+    from launcher.devices import claim_devices
+
+    for name in ("VLFIT_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "device_count", lambda: len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(","))
+    )
+    process = Distributed.from_environment(DEEPSPEED)
+    assert [str(device) for device in claim_devices(None, process, 2)] == ["cuda:2", "cuda:3"]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    with pytest.raises(
+        UserError, match=r"2 process\(es\) × 3 GPU\(s\) each need 6 GPUs on this node; 4 are visible"
+    ):
+        claim_devices(None, process, 3)

@@ -119,7 +119,9 @@ def run(case: Case, folder: Path, distributed: Distributed, seed: int) -> Outcom
     layers = build_layers(plan.spec, seed=seed)
     if plan.recompute:
         set_recompute(layers, plan.recompute)
-    engine = build_engine(layers, plan, Objectives(plan.spec, dist.group.WORLD), distributed, device)
+    engine = build_engine(
+        layers, plan, Objectives(plan.spec, dist.group.WORLD), distributed, [device] * case.stages
+    )
     start = torch.load(folder / f"{case.spec}.pt")
     engine.load_named_tensors(start)
     loaded = engine.named_tensors()

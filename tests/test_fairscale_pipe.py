@@ -45,7 +45,7 @@ def pipe_engine(
     distributed = Distributed(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, "python")
     layers = build_layers(spec, seed=seed)
     return FairScalePipeEngine(
-        layers, partition, resolved, Objectives(spec), distributed, 5, torch.device("cpu")
+        layers, partition, resolved, Objectives(spec), distributed, 5, [torch.device("cpu")] * 3
     )
 
 

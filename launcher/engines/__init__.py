@@ -21,13 +21,13 @@ def build_engine(
     plan: "TrainPlan",
     objectives: "Objectives",
     distributed: "Distributed",
-    device: "torch.device",
+    devices: "Sequence[torch.device]",
 ) -> "Engine":
-    """Give the engine that the plan names, holding the layers."""
+    """Give the engine that the plan names, holding the layers on the devices of this rank."""
     if plan.pipeline == "zero":
         from launcher.engines.zero import ZeroEngine
 
-        return ZeroEngine(layers, plan.config, objectives, distributed, device)
+        return ZeroEngine(layers, plan.config, objectives, distributed, devices[0])
     assert plan.partition is not None
     if plan.pipeline == "deepspeed":
         from launcher.engines.deepspeed_pipe import DeepSpeedPipeEngine
@@ -36,5 +36,5 @@ def build_engine(
     from launcher.engines.fairscale_pipe import FairScalePipeEngine
 
     return FairScalePipeEngine(
-        layers, plan.partition, plan.config, objectives, distributed, plan.steps, device
+        layers, plan.partition, plan.config, objectives, distributed, plan.steps, devices
     )

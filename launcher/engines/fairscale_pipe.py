@@ -43,7 +43,7 @@ class FairScalePipeEngine:
         objectives: Objectives,
         distributed: Distributed,
         total_steps: int,
-        device: torch.device,
+        devices: Sequence[torch.device],
     ) -> None:
         if config.optimizer.torch_name is None:
             raise UserError(
@@ -53,7 +53,7 @@ class FairScalePipeEngine:
         self.layers = list(layers)
         self.config, self.objectives = config, objectives
         self.data_rank, self.data_world = distributed.rank, distributed.world_size
-        self.devices = stage_devices(partition, distributed, device)
+        self.devices = [devices[index] for index in partition.devices]
         dtype = _AUTOCAST[config.precision_used]
         set_autocast(self.layers, dtype)
         self.pipe: Any = partition.to_pipe(self.layers, self.devices)
@@ -80,7 +80,7 @@ class FairScalePipeEngine:
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with contextlib.nullcontext() if last else self._no_sync():
-                outputs = self.model(batch.state)
+                outputs = self.model(self._enter(batch.state))
                 targets = tuple(tensor.to(self.devices[-1]) for tensor in batch.targets)
                 found = self.objectives(outputs, targets)
                 self.scaler.scale(found.total * batch.weight / len(batches)).backward()
@@ -97,7 +97,10 @@ class FairScalePipeEngine:
     def evaluate(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.evaluate``; the pipe itself, so that ranks need not keep in step."""
         self.pipe.eval()
-        return tuple(tensor.to(state[0].device) for tensor in self.pipe(state))
+        return tuple(tensor.to(state[0].device) for tensor in self.pipe(self._enter(state)))
+
+    def _enter(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(self.devices[0]) for tensor in state)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """See ``Engine.named_tensors``."""
@@ -143,25 +146,6 @@ class FairScalePipeEngine:
             self.scheduler.step()
         self.pipe.zero_grad(set_to_none=True)
         return overflow, norm
-
-
-def stage_devices(
-    partition: PartitionSpec, distributed: Distributed, device: torch.device
-) -> list[torch.device]:
-    """Give the device of each stage: the CPU for all, or this process's own group of GPUs.
-
-    Raises UserError, with numbers, when the node has too few.
-    """
-    stages = len(partition.stages)
-    if device.type == "cpu":
-        return [torch.device("cpu")] * stages
-    first, found = distributed.first_device(stages), torch.cuda.device_count()
-    if first + stages > found:
-        raise UserError(
-            f"partition: {distributed.local_world_size} process(es) × {stages} stages need "
-            f"{distributed.local_world_size * stages} GPUs on this node; {found} are visible"
-        )
-    return [torch.device("cuda", first + index) for index in partition.devices]
 
 
 def _optimizer(
