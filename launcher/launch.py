@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher.hostfile import read_hostfile
 from launcher.options import encode_arguments, train_arguments
-from launcher.processes import processes_per_node
+from launcher.processes import data_parallel_size, processes_per_node, stages_of
 from launcher.supervise import new_launch_id, supervise
 from models.errors import UserError
 
@@ -62,7 +62,9 @@ def plan_launch(
         return _deepspeed_on_hosts(arguments, launch_id, port, program)
     if arguments.no_ssh:
         raise UserError("--no_ssh needs --hostfile, which says what the other nodes are, and --node_rank")
-    processes = arguments.processes or processes_per_node(arguments, arguments.gpus or len(devices) or 1)
+    gpus = arguments.gpus or len(devices) or stages_of(arguments.partition)  # of one replica at least
+    processes = arguments.processes or processes_per_node(arguments, gpus)
+    data_parallel_size(arguments, processes * arguments.nodes)  # refuses what the stages do not divide
     words = [program, *train_arguments(arguments)]
     if which == "torchrun":
         command = [sys.executable, "-m", "launcher.torchrun", f"--nproc-per-node={processes}"]

@@ -56,7 +56,15 @@ def test_command_of_each_engine(partition):
     assert planned("--gpus=4", "--partition", partition) == [
         *deepspeed, "--num_gpus=2", *rest, f"--partition={partition}"
     ]  # fmt: skip
-    assert planned("--gpus=4", "--partition", partition, "--pipeline=deepspeed")[2] == "--num_gpus=4"
+    # a process per stage: four GPUs, two stages, two replicas
+    assert planned("--gpus=4", "--partition", partition, "--pipeline=deepspeed") == [
+        *deepspeed, "--num_gpus=4", *rest, f"--partition={partition}", "--pipeline=deepspeed"
+    ]  # fmt: skip
+    # nobody says how many GPUs there are: one replica
+    assert planned("--partition", partition)[2] == "--num_gpus=1"
+    assert planned("--partition", partition, "--pipeline=deepspeed")[2] == "--num_gpus=2"
+    with pytest.raises(UserError, match="2 stages of the deepspeed pipeline do not divide 3 processes"):
+        planned("--gpus=3", "--partition", partition, "--pipeline=deepspeed")
     assert planned("--gpus=2", "--launcher=torchrun") == [
         "-m", "launcher.torchrun", "--nproc-per-node=2", "--standalone",
         "launcher/train.py", "--config=c.json",
