@@ -1,8 +1,12 @@
-"""The partition files of ``models/partitions/``, made from the specs by ``vlfit partition --write``."""
+"""The partition files of ``models/partitions/``, made from the specs by ``vlfit partition --write``.
 
+Those are balanced by FLOPs, so that writing them again gives the same bytes on any machine.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 
-from models.balance import By, balance, layer_costs
+from models.balance import balance, layer_costs
 from models.build import build_layers, layer_names
 from models.partition import PartitionSpec, StageSpec
 from models.spec import ModelSpec, load_spec
@@ -12,10 +16,10 @@ MODELS = ("demo", "bert_vit_base", "bert_vit_large")
 CHUNKS = 8
 
 
-def balanced(spec: ModelSpec, stages: int, by: By) -> PartitionSpec:
+def balanced(spec: ModelSpec, stages: int, costs: Sequence[float]) -> PartitionSpec:
     """Give the partition into ``stages`` whose costliest stage is cheapest. Raises UserError: too many stages."""
     names = layer_names(spec)
-    sizes = balance(layer_costs(spec, build_layers(spec, device="meta"), by), stages)
+    sizes = balance(costs, stages)
     specs, first = [], 0
     for index, size in enumerate(sizes):
         layers = tuple(names[first : first + size])
@@ -35,11 +39,12 @@ def standard_partitions(spec: ModelSpec) -> dict[str, PartitionSpec]:
         ]
         return PartitionSpec(model=spec.name, chunks=CHUNKS, stages=tuple(specs))
 
+    flops = layer_costs(spec, build_layers(spec, device="meta"), "flops")
     return {
         "image-alone": split(("image", ("image.*",)), ("text-fusion", ("text.*", *rest))),
         "image-text-fusion": split(("image", ("image.*",)), ("text", ("text.*",)), ("fusion", rest)),
-        "balanced-2": balanced(spec, 2, "time"),
-        "balanced-4": balanced(spec, 4, "time"),
+        "balanced-2": balanced(spec, 2, flops),
+        "balanced-4": balanced(spec, 4, flops),
         "recompute-fusion": PartitionSpec(model=spec.name, stages=(whole,), recompute=("fusion.layer.*",)),
         "recompute-all": PartitionSpec(
             model=spec.name, stages=(whole,), recompute=("image.block.*", "text.layer.*", "fusion.layer.*")

@@ -175,6 +175,13 @@ class ModelSpec(ClosedModel):
         # [CLS] and [SEP] are never masked.
         return max(1, round((self.text.length - 2) * self.objectives.mlm.probability))
 
+    def without_weights(self) -> Self:
+        """The same model, built from random weights."""
+        towers = {
+            name: getattr(self, name).model_copy(update={"pretrained": None}) for name in ("image", "text")
+        }
+        return self.model_copy(update=towers)
+
     def dump_yaml(self) -> str:
         """Give the spec as YAML, without what equals the default."""
         return yaml.safe_dump(
