@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from launcher.config import load_config
 from launcher.config.device import DeviceSupport
 from launcher.config.training import TrainingConfig
-from models.build import layer_names
+from models.build import is_frozen, layer_names
 from models.errors import UserError
 from models.names import is_repeated, select
 from models.spec import ModelSpec, load_spec
@@ -79,6 +79,8 @@ def make_plan(
             f"of {partition}; use stage 0 or 1"
         )
     notes: list[str] = []
+    if split is not None and engine == "deepspeed":
+        _refuse_frozen_stages(split, spec, names, partition)
     if split is not None and stages > 1:
         notes = _check_chunks(engine, split.chunks, resolved, spec, partition)
     if split is not None:
@@ -138,8 +140,23 @@ def _load_split(path: str, names: list[str], model: str) -> "PartitionSpec":
     from models.partition import load_partition
 
     split = load_partition(path)
-    split.validate_against(names, model)
+    try:
+        split.validate_against(names, model)
+    except UserError as error:
+        raise UserError(f"{path}: {str(error).removeprefix('partition: ')}") from None
     return split
+
+
+def _refuse_frozen_stages(
+    split: "PartitionSpec", spec: ModelSpec, names: list[str], path: str | None
+) -> None:
+    """DeepSpeed cannot make an optimizer for a stage that trains nothing."""
+    for stage, layers in zip(split.stages, split.stage_layers(names), strict=True):
+        if all(is_frozen(spec, name) for name in layers):
+            raise UserError(
+                f"{path}: stage '{stage.name}' ('{layers[0]}' to '{layers[-1]}') is all frozen; in DeepSpeed's "
+                "pipeline every stage trains something: add a trainable layer, or use --pipeline fairscale"
+            )
 
 
 def _steps_of(config: TrainingConfig, samples: int, epochs: int | None) -> int:

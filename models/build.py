@@ -39,11 +39,15 @@ def build_layers(spec: ModelSpec, *, seed: int = 0, device: str | torch.device |
             load_text_tower(dict(text), spec)
     named = image_layers(vit) + text + fusion
     for name, module in named:
-        if (name.startswith("image.") and spec.image.frozen) or (
-            name.startswith("text.") and spec.text.frozen
-        ):
+        if is_frozen(spec, name):
             module.requires_grad_(False)
     return [Layer(name, module) for name, module in named]
+
+
+def is_frozen(spec: ModelSpec, name: str) -> bool:
+    """Tell whether the layer of this name is not trained."""
+    tower = name.split(".")[0]
+    return (tower == "image" and spec.image.frozen) or (tower == "text" and spec.text.frozen)
 
 
 def layer_names(spec: ModelSpec) -> list[str]:

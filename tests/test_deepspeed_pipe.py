@@ -23,7 +23,6 @@ from models.build import build_layers
 from models.errors import UserError
 from models.layer import set_recompute
 from models.losses import Objectives, Targets
-from models.partition import load_partition
 from models.state import example_state
 
 STAGES = [["image.*"], ["text.*", "fusion.*", "head"]]
@@ -209,27 +208,14 @@ def test_frozen_layers_beside_trained_ones_in_a_stage(outcomes: dict[str, list[O
     assert moved["text.layer.0/layer.intermediate.dense.weight"].any()
 
 
-def test_stage_that_is_all_frozen_is_refused_by_name(tmp_path: Path) -> None:
-    from launcher.engines.deepspeed_pipe import refuse_frozen_stages
-
-    paths = files(Case(stages=STAGES), tmp_path)
-    layers = build_layers(make_frozen(tmp_path), device="meta")
-    with pytest.raises(UserError, match=r"stage 's0' \('image.embed' to 'image.norm'\) is all frozen"):
-        refuse_frozen_stages(layers, load_partition(paths["partition"]))
-    files(Case(stages=TOWERS), tmp_path)
-    refuse_frozen_stages(layers, load_partition(paths["partition"]))
-
-
-def make_frozen(folder: Path) -> Any:
-    from models.schema import validate
-    from models.spec import ModelSpec
-
-    return validate(TINY | {"image": TINY["image"] | {"frozen": True}}, ModelSpec, "test")
-
-
 REFUSED = {
     "processes": (Case(), 3, "each of the 2 stages, and 3 processes are no multiple"),
     "chunks": (Case(chunks=3), 2, "3 chunks do not divide the 16 rows"),
+    "frozen stage": (
+        Case(stages=STAGES, frozen="image"),
+        2,
+        "stage 's0' ('image.embed' to 'image.norm') is all frozen",
+    ),
     "ZeRO 2": (Case({"zero_optimization": {"stage": 2}}), 2, "stage 2 cannot be combined with the 2 stages"),
     "ZeRO 3": (Case({"zero_optimization": {"stage": 3}}), 2, "stage 3 cannot be combined with the 2 stages"),
 }

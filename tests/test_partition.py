@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY
+from test_train import write_config
 from torch import nn
 
+from launcher.train import main
 from models.build import build_layers, layer_names
 from models.errors import UserError
 from models.partition import PartitionSpec, load_partition
@@ -69,6 +71,11 @@ BAD = {
     "another model": ("model: tiny", "model: huge", "made for model 'huge', but the model is 'tiny'"),
     "empty stage": ('["image.*"]', "[]", "layers"),
     "two stages on one device": ("device: 1", "device: 0", "two stages are on device 0"),
+    "device of another pipeline": (
+        "device: 1",
+        "device: 2",
+        "stage 'rest' is on device 2; 2 stage(s) have devices 0 to 1",
+    ),
     "two stages of one name": ("name: rest", "name: image", "two stages are called 'image'"),
     "recompute matches nothing": ('["fusion.layer.*"]', '["fusion.block.*"]', "recompute: 'fusion.block.*'"),
     "unknown key": ("chunks: 4", "chunk: 4", "chunks"),
@@ -87,6 +94,25 @@ def test_wrong_partition_is_refused_by_stage_and_layer(case: str, tmp_path: Path
     with pytest.raises(UserError) as refused:
         load(tmp_path, text).validate_against(NAMES, "tiny")
     assert words in str(refused.value) and len(str(refused.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("pipeline", ["fairscale", "deepspeed"])
+@pytest.mark.parametrize("case", BAD)
+def test_training_refuses_it_in_one_line_that_names_the_file(
+    case: str,
+    pipeline: str,
+    tmp_path: Path,
+    tiny_spec_file: Path,
+    tiny_data: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    old, new, words = BAD[case]
+    path = tmp_path / "partition.yaml"
+    path.write_text(IMAGE_ALONE.replace(old, new))
+    files = [f"--config={write_config(tmp_path)}", f"--model={tiny_spec_file}", f"--data={tiny_data}"]
+    assert main([*files, f"--partition={path}", f"--pipeline={pipeline}"]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if "vlfit train" in line]
+    assert len(lines) == 1 and f"{path}: " in lines[0] and (words or "") in lines[0]
 
 
 def test_more_stages_than_layers(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from launcher.config.training import TrainingConfig
 from launcher.engines.deepspeed_state import grad_norm, loss_scale, missing_scale, read_tensors, write_tensors
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
-from models.errors import UserError
 from models.layer import Layer, set_autocast
 from models.losses import Objectives
 from models.partition import PartitionSpec
@@ -42,7 +41,6 @@ class DeepSpeedPipeEngine:
     ) -> None:
         import deepspeed
 
-        refuse_frozen_stages(layers, partition)
         self.cuts, self.rows = partition.chunks, config.micro_batch_size // partition.chunks
         self.chunks = partition.chunks * config.accumulation_steps
         if config.autocast_dtype:
@@ -152,18 +150,6 @@ class DeepSpeedPipeEngine:
     def close(self) -> None:
         """Free DeepSpeed's hooks."""
         self.deepspeed.destroy()
-
-
-def refuse_frozen_stages(layers: Sequence[Layer], partition: PartitionSpec) -> None:
-    """Refuse a stage without a trainable parameter: DeepSpeed cannot make an optimizer for it."""
-    bounds = partition.bounds_of([layer.name for layer in layers])
-    for stage, first, end in zip(partition.stages, bounds, bounds[1:], strict=False):
-        if not any(tensor.requires_grad for layer in layers[first:end] for tensor in layer.parameters()):
-            raise UserError(
-                f"partition: stage '{stage.name}' ('{layers[first].name}' to '{layers[end - 1].name}') is all "
-                "frozen; in DeepSpeed's pipeline every stage trains something: add a trainable layer to it, or "
-                "use --pipeline fairscale"
-            )
 
 
 class _Joined:
