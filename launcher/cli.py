@@ -10,7 +10,19 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("compare", "config", "data", "doctor", "jobs", "launch", "partition", "submit")
+COMMANDS = (
+    "compare",
+    "config",
+    "data",
+    "doctor",
+    "estimate",
+    "jobs",
+    "launch",
+    "partition",
+    "plan",
+    "report",
+    "submit",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """``build_layers``: from a spec to the flat list of named layers that everything else derives from."""
 
 import contextlib
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -70,6 +71,7 @@ def parameter_count(layers: list[Layer]) -> int:
     return sum(parameter.numel() for parameter in nn.ModuleList(layers).parameters())
 
 
+@lru_cache(maxsize=64)
 def _depth_of_timm(spec: ModelSpec) -> int:
     with torch.device("meta"):
         return len(create_vit(spec).blocks)
