@@ -1,5 +1,6 @@
 """What ``vlfit plan`` and ``vlfit estimate`` print: tables for people, JSON for programs."""
 
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,7 @@ def _table(plans: tuple[Planned, ...], missing: bool) -> Any:
 
 def _stages(choices: dict[str, Any]) -> str:
     bounds = choices["bounds"]
-    sizes = [str(end - first) for first, end in zip(bounds, bounds[1:], strict=False)]
+    sizes = [str(end - first) for first, end in itertools.pairwise(bounds)]
     return f"{choices['stages']}: {'+'.join(sizes)}" if sizes else "1"
 
 

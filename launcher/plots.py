@@ -15,13 +15,13 @@ _COLOURS = dict(
     zip(
         CATEGORIES,
         (
-            "#1f4e79", "#3b7dbd", "#8ab6dd", "#5a9a6f", "#e08e3c", "#f4c27a", "#9d6fb0", "#bcbcbc", "#c8554f", "#7f7f7f",
+            "#1f4e79", "#3b7dbd", "#8ab6dd", "#5a9a6f", "#e08e3c",
+            "#f4c27a", "#9d6fb0", "#bcbcbc", "#c8554f", "#7f7f7f",
         ),
         strict=True,
     )
 )  # fmt: skip
 """Cold: what stays. Warm: what a micro-batch makes."""
-_PHASES = ("load", "initialise", "forward", "loss", "backward", "step", "evaluate", "save")
 _DEVICES_MAX = 4
 
 
@@ -58,7 +58,7 @@ def draw_run(
     names = list(metrics[0].get("losses") or {})
     axes[0].plot(steps, [line["loss"] for line in metrics], color="#1f4e79", linewidth=1.6, label="loss")
     for name, colour in zip(names, ("#e08e3c", "#5a9a6f", "#9d6fb0"), strict=False):
-        values = [(line.get("losses") or {}).get(name) for line in metrics]
+        values = [float((line.get("losses") or {}).get(name, "nan")) for line in metrics]
         axes[0].plot(steps, values, color=colour, linewidth=0.9, alpha=0.8, label=name)
     axes[0].legend(loc="upper right", fontsize=8, frameon=False, ncols=4)
     axes[0].set_ylabel("loss")
@@ -91,7 +91,7 @@ def stack_memory(
     moments = device.timeline
     top = device.peak_bytes
     unit, name = (GIB, "GiB") if top >= GIB else (2**20, "MiB")
-    edges = list(range(len(moments) + 1))
+    edges = _edges(device)
     base = [0.0] * len(moments)
     for category in CATEGORIES:
         values = [moment.items.get(category, 0) / unit for moment in moments]
@@ -103,7 +103,14 @@ def stack_memory(
         )
         base = upper
     peak = max(range(len(moments)), key=lambda index: moments[index].total_bytes)
-    axis.plot(peak + 0.5, top / unit, marker="v", color="black", markersize=5, clip_on=False)
+    axis.plot(
+        (edges[peak] + edges[peak + 1]) / 2,
+        top / unit,
+        marker="v",
+        color="black",
+        markersize=5,
+        clip_on=False,
+    )
     highest = top
     if measured_bytes:
         axis.axhline(
@@ -119,29 +126,34 @@ def stack_memory(
             color="#b00020", fontsize=8,
         )  # fmt: skip
     axis.set_ylim(0, 1.12 * highest / unit)
-    axis.set_xlim(0, len(moments))
+    axis.set_xlim(0, edges[-1])
     axis.set_ylabel(name)
-    _mark_phases(axis, device)
+    _mark_phases(axis, device, edges)
     axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, frameon=False, reverse=True)
 
 
-def _mark_phases(axis: "Axes", device: DevicePrediction) -> None:
+def _edges(device: DevicePrediction) -> list[float]:
+    """Where each moment begins and ends on the axis: layers are narrow, what is not a layer's is wide enough to see."""
+    layers = sum(moment.phase in ("forward", "backward") for moment in device.timeline)
+    edges = [0.0]
+    for moment in device.timeline:
+        edges.append(edges[-1] + (1 if moment.phase in ("forward", "backward") else max(1, layers / 30)))
+    return edges
+
+
+def _mark_phases(axis: "Axes", device: DevicePrediction, edges: Sequence[float]) -> None:
     """Name stretches of one phase below the axis, where there is room, and part them by thin lines."""
-    moments = device.timeline
-    starts = [
-        index for index, moment in enumerate(moments) if not index or moments[index - 1].phase != moment.phase
-    ]
-    ends = [*starts[1:], len(moments)]
+    phases = [moment.phase for moment in device.timeline]
+    starts = [index for index in range(len(phases)) if not index or phases[index - 1] != phases[index]]
     labels, places, room = [], [], 0.0
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in zip(starts, [*starts[1:], len(phases)], strict=True):
         if start:
-            axis.axvline(start, color="white", linewidth=0.8, alpha=0.7)
-        middle = (start + end) / 2
-        width = 0.011 * len(moments) * len(moments[start].phase) / 2
-        if middle - width >= room:
-            labels.append(moments[start].phase)
+            axis.axvline(edges[start], color="white", linewidth=0.8, alpha=0.7)
+        middle, half = (edges[start] + edges[end]) / 2, 0.0045 * edges[-1] * len(phases[start])
+        if middle - half >= room - 0.01 * edges[-1]:
+            labels.append(phases[start])
             places.append(middle)
-            room = middle + width
+            room = middle + half
     axis.set_xticks(places, labels, fontsize=8)
     axis.tick_params(axis="x", length=0)
 

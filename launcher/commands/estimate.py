@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Predict and print."""
     from launcher.estimate import estimate
-    from launcher.quiet import import_deepspeed
     from launcher.plan_tables import print_explanation, print_json
+    from launcher.quiet import import_deepspeed
     from models.errors import UserError
 
     for name in ("world_size", "gpus_per_node"):

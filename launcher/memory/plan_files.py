@@ -1,6 +1,7 @@
 """From a strategy to the three files that make it: DeepSpeed JSON, partition YAML, batch script."""
 
 import copy
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -81,7 +82,7 @@ def write_plan(
     names, bounds = strategy.layers, strategy.stage_bounds
     stages = tuple(
         StageSpec(name=f"stage-{index}", layers=patterns(names, names[first:end]), device=index)
-        for index, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for index, (first, end) in enumerate(itertools.pairwise(bounds))
     )
     partition = PartitionSpec(
         model=strategy.spec.name,

@@ -5,7 +5,9 @@ a second for a large model, and a search looks at many micro-batches; what it fi
 the table traced for just that size.
 """
 
-from collections.abc import Callable
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -49,6 +51,24 @@ def scaled_table(
     return table
 
 
+def trace_ahead(spec: ModelSpec, precisions: Sequence[Precision], device_type: str) -> None:
+    """Trace what a search of these precisions starts from in two processes, where it is not in the cache yet."""
+    wanted = [(precision, rows) for precision in precisions for rows in anchors(spec)]
+    other = multiprocessing.get_context("fork").Process(
+        target=_trace, args=(spec, wanted[1::2], device_type), daemon=True
+    )
+    other.start()
+    _trace(spec, wanted[::2], device_type)
+    other.join()
+
+
+def _trace(spec: ModelSpec, wanted: Sequence[tuple[Precision, int]], device_type: str) -> None:
+    """Into the cache; a failure comes again, and is reported, where the table is used."""
+    for precision, rows in wanted:
+        with contextlib.suppress(Exception):
+            layer_table(spec, precision=precision, rows=rows, device_type=device_type)
+
+
 def anchors(spec: ModelSpec) -> tuple[int, int]:
     """The two numbers of rows that are traced: whole ITM groups."""
     group = max(2, spec.group)
@@ -84,25 +104,22 @@ Between = Callable[[int, int], int]
 
 
 def _row(low: LayerRow, high: LayerRow, between: Between) -> LayerRow:
-    fields = (
-        "kept_bytes",
-        "kept_recomputed_bytes",
-        "boundary_bytes",
-        "forward_peak_bytes",
-        "backward_peak_bytes",
-        "recompute_peak_bytes",
-    )
     return replace(
         low,
-        **{name: between(getattr(low, name), getattr(high, name)) for name in fields},
+        kept_bytes=between(low.kept_bytes, high.kept_bytes),
+        kept_recomputed_bytes=between(low.kept_recomputed_bytes, high.kept_recomputed_bytes),
+        boundary_bytes=between(low.boundary_bytes, high.boundary_bytes),
+        forward_peak_bytes=between(low.forward_peak_bytes, high.forward_peak_bytes),
+        backward_peak_bytes=between(low.backward_peak_bytes, high.backward_peak_bytes),
+        recompute_peak_bytes=between(low.recompute_peak_bytes, high.recompute_peak_bytes),
         forward=_work(low.forward, high.forward, between),
         backward=_work(low.backward, high.backward, between),
-        plain=_trace(low.plain, high.plain, between),
-        recomputed=_trace(low.recomputed, high.recomputed, between),
+        plain=_trace_between(low.plain, high.plain, between),
+        recomputed=_trace_between(low.recomputed, high.recomputed, between),
     )
 
 
-def _trace(low: Trace | None, high: Trace | None, between: Between) -> Trace | None:
+def _trace_between(low: Trace | None, high: Trace | None, between: Between) -> Trace | None:
     if low is None or high is None:
         return None
     return replace(

@@ -10,7 +10,7 @@ So nothing that was not simulated could have been better, given the predicted ti
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, pairwise
 
 from launcher.config.training import Precision
 from launcher.memory.candidates import candidates, recompute_sets
@@ -18,7 +18,7 @@ from launcher.memory.plan_files import zero_name, zero_options
 from launcher.memory.planned import Answer, Planned
 from launcher.memory.prediction import DevicePrediction, Prediction
 from launcher.memory.recompute import chain_of, cheapest_recompute
-from launcher.memory.scaling import scaled_table
+from launcher.memory.scaling import scaled_table, trace_ahead
 from launcher.memory.simulate import predict
 from launcher.memory.strategy import Strategy
 from launcher.memory.table import LayerTable
@@ -53,6 +53,7 @@ def search(
 ) -> Answer:
     """Give the fastest plans that fit, and the nearest of the faster ones that do not."""
     hardware = cluster.hardware
+    trace_ahead(spec, precisions, hardware.device_type)
     limits = Limits(
         round(hardware.memory_bytes * (1 - margin)), round(hardware.host_memory_bytes * (1 - margin))
     )
@@ -167,11 +168,11 @@ class _Search:
             if base in done or self._known_to_fail(strategy, label):
                 continue
             if label == OPEN and time == self.time(base):
-                chosen = self.choose(base, sets["all"])
-                if chosen is None:
+                cheapest = self.choose(base, sets["all"])
+                if cheapest is None:
                     self._fails(base, label)
-                elif chosen not in sets.values():
-                    solved = replace(base, recompute=chosen)
+                elif cheapest not in sets.values():
+                    solved = replace(base, recompute=cheapest)
                     heapq.heappush(heap, (self.time(solved), next(number), OPEN, solved))
                 continue
             planned = self.plan(strategy, label)
@@ -189,7 +190,8 @@ class _Search:
         if not plans:
             for _, _, label, strategy in bounded[: 4 * MISSES]:
                 if label != OPEN:
-                    misses.append(self.plan(strategy, label))
+                    planned = self.plan(strategy, label)
+                    (misses if planned.over_bytes else plans).append(planned)
         misses.sort(key=lambda plan: (plan.over_bytes, plan.step_seconds))
         return Answer(searched, len(self.predictions), tuple(plans), tuple(misses[:MISSES]))
 
@@ -232,14 +234,14 @@ class _Search:
 
     def lower_bound(self, strategy: Strategy, label: str) -> int:
         """Bytes that a device needs at least: weights, state, gradients, and what its layers keep."""
-        table = table_for(strategy) if strategy.zero.stage != 3 else table_for(_without_zero3(strategy))
+        table = self._table(strategy)
         rows, names = table.layers, list(table.layers)
         half = strategy.precision in ("fp16", "bf16") and strategy.engine != "fairscale"
         states = OPTIMIZER_STATES.get(strategy.optimizer, 2)
         ranks, zero = strategy.data_world, strategy.zero
         highest = 0
         bounds = strategy.stage_bounds
-        for stage, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for stage, (first, end) in enumerate(pairwise(bounds)):
             elements = self._seconds(strategy).parameter_sums
             owned = elements[end] - elements[first]
             width = 2 if half else 4
@@ -273,8 +275,14 @@ class _Search:
             strategy.engine == "fairscale" and strategy.micro_batch_size,
         )
         if key not in self.seconds:
-            self.seconds[key] = LayerSeconds(table_for(_without_zero3(strategy)), self.cluster.hardware)
+            self.seconds[key] = LayerSeconds(self._table(strategy), self.cluster.hardware)
         return self.seconds[key]
+
+    def _table(self, strategy: Strategy) -> LayerTable:
+        """Layers cost the same time under every engine, and nowhere less memory than in a pipeline."""
+        whole = strategy.micro_batch_size if strategy.engine == "fairscale" else None
+        device_type = strategy.device_type
+        return scaled_table(self.spec, strategy.precision, strategy.rows, device_type, False, False, whole)
 
     def _predict(self, strategy: Strategy) -> Prediction:
         if strategy not in self.predictions:
@@ -296,11 +304,6 @@ def _all_but_rows(strategy: Strategy, label: str) -> tuple:
         *(label, strategy.precision, strategy.engine, strategy.bounds, strategy.zero),
         *(strategy.chunks, strategy.accumulation_steps > 1),
     )
-
-
-def _without_zero3(strategy: Strategy) -> Strategy:
-    """Its layers cost what others' do: only its recomputation is another kind."""
-    return replace(strategy, zero=zero_options("0")) if strategy.zero.stage == 3 else strategy
 
 
 def _layers_of(device: DevicePrediction, names: list[str]) -> list[str]:

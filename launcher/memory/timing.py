@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from launcher.config.training import Precision
 from launcher.memory.hardware import Hardware
@@ -134,7 +134,7 @@ class LayerSeconds:
     def largest_stage(self, bounds: Sequence[int]) -> int:
         """Parameters of the stage that has most."""
         sums = self.parameter_sums
-        return max(sums[end] - sums[first] for first, end in zip(bounds, bounds[1:], strict=False))
+        return max(sums[end] - sums[first] for first, end in pairwise(bounds))
 
     def stages(self, bounds: Sequence[int], recompute: frozenset[str]) -> list[tuple[float, float, float]]:
         """Forward, backward and recomputation of each stage for one pass."""
@@ -148,7 +148,7 @@ class LayerSeconds:
                     again[stage] += self.forward[index]
         return [
             (forward[end] - forward[first], backward[end] - backward[first], again[number])
-            for number, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for number, (first, end) in enumerate(pairwise(bounds))
         ]
 
 
