@@ -17,12 +17,15 @@ from worlds import spawn
 
 from launcher.config.device import DeviceSupport
 from launcher.distributed import Distributed
+from launcher.engines.deepspeed_state import refuse_scalars
 from launcher.engines.engine import MicroBatch
 from launcher.plan import TrainPlan, make_plan
 from models.build import build_layers
 from models.errors import UserError
 from models.layer import set_recompute
 from models.losses import Objectives, Targets
+from models.schema import validate
+from models.spec import ModelSpec
 from models.state import example_state
 
 STAGES = [["image.*"], ["text.*", "fusion.*", "head"]]
@@ -236,6 +239,15 @@ def test_batch_is_split_over_replicas_and_chunks(tmp_path: Path) -> None:
         "chunks of 2 rows cut the ITM groups of 4: rows find fewer negatives than without pipeline",
     ))  # fmt: skip
     assert plan_of(Case(chunks=2), tmp_path, world=4).notes == ()
+
+
+def test_parameter_without_dimensions_is_refused_by_name() -> None:
+    """DeepSpeed 0.19.8 flattens parameters by their first dimension and fails in ``initialize``."""
+    layers = build_layers(validate(TINY, ModelSpec, "test"))
+    refuse_scalars(layers)
+    layers[-1].module.temperature = torch.nn.Parameter(torch.tensor(0.07))
+    with pytest.raises(UserError, match=r"layer 'head': parameter temperature has no dimension"):
+        refuse_scalars(layers)
 
 
 def test_train_says_what_itc_compares(tiny_data: Path, tmp_path: Path, free_port: int) -> None:

@@ -59,6 +59,7 @@ CASES = {
     "FairScale, 2 stages": Case(1, "fairscale", 2, chunks=4),
     "FairScale, 3 stages": Case(1, "fairscale", 3, chunks=4, recompute=("*.layer.*",)),
     "FairScale, 4 stages": Case(1, "fairscale", 4, chunks=2, recompute=("*.layer.*",)),
+    "FairScale, chunks of 6, 6 and 4 rows": Case(1, "fairscale", 2, chunks=3, spec="no-itm"),
     "FairScale, 2 stages × 2 ranks": Case(2, "fairscale", 2, chunks=2),
     "FairScale, 2 stages × 2 ranks, OSS": Case(2, "fairscale", 2, chunks=2, zero=1),
     # Without chunks, the last stage sees what one process sees: ITC agrees as well.
@@ -69,7 +70,7 @@ CASES = {
     "DeepSpeed, 2 stages × 2 ranks": Case(4, "deepspeed", 2, chunks=2, spec="no-itc"),
     "DeepSpeed, 4 stages": Case(4, "deepspeed", 4, chunks=2, spec="no-itc", recompute=("*.layer.*",)),
 }
-FIRST = {name: Case(1, spec=name) for name in ("tiny", "no-itc")}
+FIRST = {name: Case(1, spec=name) for name in ("tiny", "no-itc", "no-itm")}
 
 
 @dataclass(frozen=True)
@@ -159,9 +160,9 @@ def rank_main(distributed: Distributed, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Path:
     path = tmp_path_factory.mktemp("engines")
     (path / "data").symlink_to(tiny_data)
-    without = TINY | {"objectives": {"itm": {"group": 4}, "mlm": {}}}
-    for name, spec in (("tiny", TINY), ("no-itc", without)):
-        (path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    for name in FIRST:
+        objectives = {key: value for key, value in TINY["objectives"].items() if name != f"no-{key}"}
+        (path / f"{name}.yaml").write_text(yaml.safe_dump(TINY | {"objectives": objectives}))
     return path
 
 

@@ -1,24 +1,32 @@
 """The FairScale engine beside the ZeRO engine: same losses, same schedule, nothing left behind."""
 
+import copy
 import json
+import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
-from test_train import FP32, engine_for, losses_of, run_train, write_config
+from conftest import TINY
+from test_train import FP32, TRAIN, engine_for, losses_of, run_train, write_config
 
 from launcher.config import load_config
 from launcher.config.device import DeviceSupport
 from launcher.distributed import Distributed
 from launcher.engines.fairscale_pipe import FairScalePipeEngine
 from models.build import build_layers
+from models.layer import named_tensors
 from models.losses import Objectives
 from models.partition import PartitionSpec, StageSpec
 from models.spec import load_spec
+from models.state import State, StateError
 
 SCHEDULE = {
     "type": "WarmupCosineLR",
@@ -110,8 +118,7 @@ def test_stages_really_run_in_bf16(
     )
     pipe.train_step(step)
     pipe.close()
-    # FairScale runs the last task of a clock tick in the main thread, the others in workers.
-    assert {dtype for dtype, _ in seen} == {torch.bfloat16} and len(seen) == 4
+    assert seen == [(torch.bfloat16, False)] * 4
 
 
 def test_real_number_of_micro_batches_is_reported(
@@ -133,6 +140,69 @@ def test_closing_leaves_no_thread(process_group: None, tiny_spec_file: Path, tmp
     for worker in workers:
         worker.join(timeout=5)
         assert not worker.is_alive()
+
+
+class LosesRows(torch.nn.Module):
+    """A mask of shape [1,L] in the state: FairScale alone would go on with one row of each chunk's four."""
+
+    def forward(self, *slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        state = State(*slots)
+        return tuple(state._replace(mask=state.mask[:1]))
+
+
+def test_failure_in_a_stage_names_the_layer_and_leaves_no_thread(
+    process_group: None, tiny_spec_file: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path)
+    engine, batches = engine_for(config, tiny_spec_file, tiny_data)
+    engine.close()
+    before = set(threading.enumerate())
+    pipe = pipe_engine(partition_of(2), config, tiny_spec_file)
+    workers = set(threading.enumerate()) - before
+    next(layer for layer in pipe.layers if layer.name == "text.layer.1").module = LosesRows()
+    with pytest.raises(StateError, match=r"out of text\.layer\.1: 'mask' has 1 rows where 4 are expected"):
+        pipe.train_step(next(batches))
+    pipe.close()
+    for worker in workers:
+        worker.join(timeout=5)
+    assert workers and not any(worker.is_alive() for worker in workers)
+
+
+def test_signal_ends_a_run_with_stages_and_its_workers(
+    tiny_spec_file: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    partition = tmp_path / "partition.yaml"
+    partition_of(2).save(partition)
+    words = [f"--config={write_config(tmp_path)}", f"--model={tiny_spec_file}", f"--data={tiny_data}"]
+    words += [f"--partition={partition}", f"--output={tmp_path / 'run'}", "--steps=100000", "--workers=1"]
+    command = [sys.executable, str(TRAIN), *words]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+        run.terminate()
+        try:
+            run.wait(timeout=60)
+        finally:
+            run.kill()
+    assert len(family) > 1
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+def test_layers_stay_whole_outside_the_pipe(
+    process_group: None, tiny_spec_file: Path, tmp_path: Path
+) -> None:
+    """FairScale's own keys are ``partitions.0.1.…`` and a pipe can neither be moved nor copied."""
+    pipe = pipe_engine(partition_of(3), write_config(tmp_path), tiny_spec_file)
+    assert all(key.startswith("partitions.") for key in pipe.pipe.state_dict())
+    found = pipe.named_tensors()
+    assert found.keys() == named_tensors(build_layers(load_spec(tiny_spec_file), device="meta")).keys()
+    twins = [copy.deepcopy(layer).to("cpu") for layer in pipe.layers]
+    pipe.close()
+    for key, tensor in named_tensors(twins).items():
+        torch.testing.assert_close(tensor, found[key], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -184,3 +254,38 @@ def test_zero_2_with_a_pipeline_is_refused(
 
 def test_partition_in_yaml_is_what_the_tests_use() -> None:
     assert yaml.safe_load(partition_of(2).dump_yaml())["stages"][0]["layers"] == ["image.*"]
+
+
+def test_recomputation_inside_the_pipe_draws_the_dropout_of_the_forward_pass(
+    process_group: None, tiny_data: Path, tmp_path: Path
+) -> None:
+    """All stages on the CPU share one random generator; torch's recomputation puts it back to where it was."""
+    spec_file = with_dropout(tmp_path)
+    engine, batches = engine_for(write_config(tmp_path), spec_file, tiny_data)
+    engine.close()
+    towers = [StageSpec(name="towers", layers=("image.*", "text.*"), device=0)]
+    rest = StageSpec(name="rest", layers=("fusion.*", "head"), device=1)
+    partition = PartitionSpec(
+        model="tiny", chunks=8, stages=(*towers, rest), recompute=("text.layer.*", "fusion.layer.*")
+    )
+    pipe = pipe_engine(partition, write_config(tmp_path), spec_file)
+    drawn: Counter[tuple[str, bytes]] = Counter()
+    for layer in pipe.layers:
+        for name, module in layer.named_modules():
+            if layer.recompute and isinstance(module, torch.nn.Dropout) and module.p:
+                module.register_forward_hook(
+                    lambda _, inputs, output, key=f"{layer.name}/{name}": drawn.update(
+                        [(key, (output == 0).numpy().tobytes())]
+                    )
+                )
+    for _ in range(5):
+        pipe.train_step(next(batches))
+    pipe.close()
+    assert len(drawn) == 5 * 8 * len({key for key, _ in drawn}) and set(drawn.values()) == {2}
+
+
+def with_dropout(folder: Path) -> Path:
+    parts = {part: TINY[part] | {"dropout": 0.3, "attention_dropout": 0.3} for part in ("text", "fusion")}
+    path = folder / "dropout.yaml"
+    path.write_text(yaml.safe_dump(TINY | parts))
+    return path

@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.training import TrainingConfig
-from launcher.engines.deepspeed_state import grad_norm, loss_scale, missing_scale, read_tensors, write_tensors
+from launcher.engines.deepspeed_state import (
+    grad_norm,
+    loss_scale,
+    missing_scale,
+    read_tensors,
+    refuse_scalars,
+    write_tensors,
+)
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
 from models.layer import Layer, set_autocast
 from models.losses import Objectives
@@ -41,6 +48,7 @@ class DeepSpeedPipeEngine:
     ) -> None:
         import deepspeed
 
+        refuse_scalars(layers)
         self.cuts, self.rows = partition.chunks, config.micro_batch_size // partition.chunks
         self.chunks = partition.chunks * config.accumulation_steps
         if config.autocast_dtype:

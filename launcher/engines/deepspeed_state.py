@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.errors import UserError
 from models.layer import Layer
 
 
@@ -64,6 +65,17 @@ def shard_of(parameter: Any, value: Tensor) -> Tensor:
     size, group = parameter.ds_tensor.numel(), parameter.ds_process_group
     padding = size * dist.get_world_size(group) - value.numel()
     return nn.functional.pad(value.flatten(), (0, padding)).split(size)[dist.get_rank(group)]
+
+
+def refuse_scalars(layers: Sequence[Layer]) -> None:
+    """Refuse a parameter without dimensions, by name: DeepSpeed 0.19.8 crashes on one in ``initialize``."""
+    for layer in layers:
+        for key, parameter in layer.module.named_parameters():
+            if parameter.dim() == 0:
+                raise UserError(
+                    f"layer '{layer.name}': parameter {key} has no dimension, which DeepSpeed cannot train; give it "
+                    "the shape (1,)"
+                )
 
 
 def grad_norm(engine: Any, scale: float) -> float | None:

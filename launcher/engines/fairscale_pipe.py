@@ -117,9 +117,16 @@ class FairScalePipeEngine:
             tensor.copy_(tensors[key])
 
     def close(self) -> None:
-        """Join the worker threads: left to the interpreter's exit, FairScale can wait for them for ever."""
-        if hasattr(self.pipe, "pipeline"):
-            del self.pipe.pipeline
+        """End the worker threads.
+
+        FairScale leaves that to ``Pipeline.__del__``, which at the interpreter's exit can wait for ever, and after
+        an exception does not run as long as the traceback holds the pipeline. It finds no queues any more.
+        """
+        from fairscale.nn.pipe.worker import join_workers
+
+        pipeline = self.pipe.pipeline
+        join_workers(pipeline.in_queues, pipeline.out_queues)
+        pipeline.in_queues, pipeline.out_queues = [], []
         # DistributedDataParallel holds on to the process group, which is destroyed next.
         self.model = self.pipe
         gc.collect()

@@ -13,6 +13,7 @@ from launcher.engines.deepspeed_state import (
     loss_scale,
     missing_scale,
     read_tensors,
+    refuse_scalars,
     write_tensors,
 )
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
@@ -36,6 +37,7 @@ class ZeroEngine:
     ) -> None:
         import deepspeed
 
+        refuse_scalars(layers)
         self.layers = list(layers)
         self.config = config
         self.objectives = objectives
