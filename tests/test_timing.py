@@ -57,7 +57,7 @@ def _strategy(**changes: object) -> Strategy:
     return Strategy(spec=SPEC, **options)  # type: ignore[arg-type]
 
 
-def _step(strategy: Strategy, nodes: int = 1, per_node: int = 1, hardware: Hardware = GPU):  # noqa: ANN202
+def _step(strategy: Strategy, nodes: int = 1, per_node: int = 1, hardware: Hardware = GPU):
     table = _table(strategy.precision)
     return step_time(strategy, LayerSeconds(table, hardware), Cluster(hardware, nodes, per_node))
 

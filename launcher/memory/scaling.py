@@ -1,8 +1,9 @@
-"""Layer tables of any number of rows from two traced ones: every byte and FLOP of a layer is affine in the rows.
+"""Layer tables of any number of rows from two traced ones: every tensor and FLOP of a layer is affine in the rows.
 
-Weights, masks of fixed size and kernels' constants do not grow; activations grow by the row. Tracing takes about
-a second for a large model, and a search looks at many micro-batches; what it finds is predicted again with
-the table traced for just that size.
+Weights, masks of fixed size and kernels' constants do not grow; activations grow by the row. Only where the highest
+point of a stretch moves to another operator as rows grow is the line not exact. Tracing a large model for one
+number of rows takes about a second, and a search looks at dozens; the plan that it finds is predicted again with
+the table traced for just its rows.
 """
 
 import contextlib
