@@ -40,7 +40,12 @@ def add_train_options(parser: argparse.ArgumentParser, config_required: bool = T
     saving.add_argument(
         "--resume", metavar="auto|none|DIR", help="checkpoint to go on from (auto: the newest)"
     )
-    saving.add_argument("--save-every", type=_positive, metavar="N", help="save a checkpoint every N steps")
+    saving.add_argument(
+        "--save-every",
+        type=_interval,
+        metavar="N|Mm|none",
+        help="save every N steps or M minutes (10m); always at the end and on a signal, but for none",
+    )
     saving.add_argument("--keep", type=_positive, metavar="N", help="checkpoints to keep")
     saving.add_argument("--save-required", action="store_true", help="end the run when a save fails")
     saving.add_argument(
@@ -111,6 +116,13 @@ def decode_arguments(vector: Sequence[str]) -> list[str]:
         else:
             decoded.append(word)
     return decoded
+
+
+def _interval(text: str) -> str:
+    number = text.removesuffix("m")
+    if text != "none" and not (number.isdecimal() and int(number) > 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is no interval; give steps (100), minutes (10m) or none")
+    return text
 
 
 def _positive(text: str) -> int:

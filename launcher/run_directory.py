@@ -19,23 +19,25 @@ class RunDirectory:
         self._events = SummaryWriter(str(path))
 
     @classmethod
-    def create(cls, path: str | Path, files: dict[str, str], resuming: bool) -> "RunDirectory":
-        """Make the directory and write the plan files into it.
+    def create(
+        cls, path: str | Path, files: dict[str, str], resume_step: int | None = None
+    ) -> "RunDirectory":
+        """Make the directory and write the plan files into it; a run that goes on keeps ``resume_step`` steps.
 
-        Raises UserError where it holds a run with another plan, or one that would be overwritten.
+        Raises UserError where it holds a run that would be overwritten.
         """
         path = Path(path)
         plan = path / "plan"
         if path.exists() and not path.is_dir():
             raise UserError(f"--output {path}: is a file; give a directory")
         if plan.is_dir():
-            for name, text in files.items():
+            for name, text in files.items() if resume_step is None else ():
                 old = plan / name
                 if not old.is_file() or old.read_text() != text:
                     raise UserError(
                         f"--output {path}: holds a run with another plan ({name} differs); give another directory"
                     )
-            if not resuming and (path / "metrics.jsonl").exists():
+            if resume_step is None and (path / "metrics.jsonl").exists():
                 raise UserError(
                     f"--output {path}: holds a run already; give another directory, or go on with --resume auto"
                 )
@@ -45,6 +47,8 @@ class RunDirectory:
             plan.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (plan / name).write_text(text)
+            if resume_step is not None:
+                _forget_steps_after(resume_step, path / "metrics.jsonl")
         except OSError as error:
             raise UserError(f"--output {path}: {error.strerror or error}") from None
         return cls(path)
@@ -73,3 +77,19 @@ class RunDirectory:
         """Flush everything."""
         self._metrics.close()
         self._events.close()
+
+
+def _forget_steps_after(step: int, metrics: Path) -> None:
+    """Drop the steps that will be done again, and a last line that a kill cut off."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    partial = metrics.with_suffix(".tmp")
+    partial.write_text("".join(kept))
+    os.replace(partial, metrics)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import signal
 import socket
 import statistics
 import time
@@ -15,6 +16,10 @@ import torch
 import torch.distributed as dist
 
 from launcher import preflight
+from launcher.checkpoint import Checkpoints, Progress
+from launcher.checkpoint.identity import identity
+from launcher.checkpoint.interval import Interval
+from launcher.checkpoint.resume import Start, choose_start
 from launcher.config.device import DeviceSupport
 from launcher.console import Console
 from launcher.data.batches import FixedBatches, Plan
@@ -36,8 +41,9 @@ from launcher.plan import DEFAULT_MODEL, TrainPlan, make_plan
 from launcher.processes import gpus_per_process
 from launcher.rendezvous import interface_towards
 from launcher.run_directory import RunDirectory
+from launcher.signals import StopRequest
 from models.build import build_layers
-from models.errors import DataError, UserError
+from models.errors import EXIT_INTERRUPTED, DataError, UserError
 from models.layer import set_recompute
 from models.losses import Objectives
 from models.spec import load_spec
@@ -59,12 +65,16 @@ class Session:
     console: Console
     directory: RunDirectory | None
     eval_every: int | None
-    position: DataPosition
+    progress: Progress
+    checkpoints: Checkpoints
+    interval: Interval
+    save_required: bool
+    stop: StopRequest
     resources: contextlib.ExitStack
     """What stays open while the run lasts: the node's copy of the data."""
-    step: int = 0
-    samples: int = 0
     step_rows: int = 0
+    samples_here: int = 0
+    """Of this process, not of those that it goes on from."""
     exit_code: int = 0
     results: list[StepResult] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -74,12 +84,14 @@ class Session:
     @property
     def finished(self) -> bool:
         """All optimizer steps are done."""
-        return self.step >= self.plan.steps
+        return self.progress.step >= self.plan.steps
 
     def batches(self) -> Iterator[Sequence[MicroBatch]]:
         """Give the micro-batches of this rank, one optimizer step at a time."""
         stream = iter(self.loader)
-        count = len(self.data_plan.step(self.position, self.engine.data_rank, self.engine.data_world))
+        count = len(
+            self.data_plan.step(self.progress.position, self.engine.data_rank, self.engine.data_world)
+        )
         while True:
             self._mark = time.perf_counter()
             raw = [next(stream) for _ in range(count)]
@@ -89,18 +101,23 @@ class Session:
 
     def record(self, result: StepResult) -> None:
         """Count a step: metrics, progress, evaluation where it is due."""
-        self.step += 1
-        self.position = self.data_plan.after(self.position)
+        progress = self.progress
+        progress.step += 1
+        progress.position = self.data_plan.after(progress.position)
+        progress.loss_first = result.loss if progress.loss_first is None else progress.loss_first
+        progress.loss_last = result.loss
+        progress.skipped_steps += result.overflow
         seconds = time.perf_counter() - self._mark
         self.step_seconds.append(seconds)
         self.results.append(result)
-        self.samples += self.step_rows
+        progress.samples += self.step_rows
+        self.samples_here += self.step_rows
         rate = self.step_rows / seconds
         if self.directory is not None:
             self.directory.write_step(
                 {
-                    "step": self.step,
-                    "epoch": self.position.epoch,
+                    "step": progress.step,
+                    "epoch": progress.position.epoch,
                     "loss": result.loss,
                     "losses": result.losses,
                     "skipped_rows": result.skipped_rows,
@@ -108,21 +125,52 @@ class Session:
                     "grad_norm": result.grad_norm,
                     "loss_scale": result.loss_scale,
                     "overflow": result.overflow,
-                    "samples": self.samples,
+                    "samples": progress.samples,
                     "samples_per_second": rate,
                     "step_seconds": seconds,
                     "peak_allocated_bytes": self.meter.peak_bytes(),
                 }
             )
-        self.console.step(self.step, result, rate)
-        if self.eval_every and self.step % self.eval_every == 0 and not self.finished:
+        self.console.step(progress.step, result, rate)
+        if self.eval_every and progress.step % self.eval_every == 0 and not self.finished:
             self._evaluate()
+        self._save_where_due()
+
+    def _save_where_due(self) -> None:
+        """Save at the interval, and on a signal to any rank; then the run is to end."""
+        signal_number, due = _largest_of_all_ranks(
+            self.device,
+            int(self.stop.received or 0),
+            int(self.distributed.rank == 0 and self.interval.due(self.progress.step)),
+        )
+        if signal_number and not self.finished:
+            self.console.say(f"{signal.Signals(signal_number).name}: saving after step {self.progress.step}")
+            self.save(required=True)
+            self.exit_code = EXIT_INTERRUPTED
+        elif due and not self.finished:
+            self.save(required=self.save_required)
+
+    def save(self, required: bool) -> None:
+        """Write a checkpoint. What is not ``required`` may fail with a warning: the last good one stays."""
+        try:
+            path = self.checkpoints.save(self.progress)
+        except OSError as error:
+            problem = f"no checkpoint after step {self.progress.step}: {error}"
+            if required:
+                raise UserError(f"{problem}; free space below {self.checkpoints.folder}") from None
+            self.console.say(f"warning: {problem}; the last good one stays")
+        else:
+            self.console.say(f"saved {path}")
+        self.interval.saved()
+        self._mark = time.perf_counter()
 
     def finish(self, seconds: float) -> None:
         """Evaluate, and write and print the summary."""
         peaks = self.meter.stop()
         if self.eval_store is not None:
             self._evaluate()
+        if self.interval.ever and self.results:
+            self.save(required=self.save_required)
         summary = self.summary(_gather(peaks), seconds)
         if self.directory is not None:
             self.directory.write_summary(summary)
@@ -134,14 +182,15 @@ class Session:
         """Give ``summary.json`` as the design lists it."""
         config = self.plan.config
         # The first steps compile, allocate and warm caches up.
-        steady = self.step_seconds[min(2, len(self.step_seconds) - 1) :]
+        steady = self.step_seconds[min(2, len(self.step_seconds) - 1) :] or [0.0]
+        seconds_here = sum(self.step_seconds)
         return {
-            "steps": self.step,
-            "epoch": self.position.epoch,
-            "loss_first": self.results[0].loss,
-            "loss_last": self.results[-1].loss,
-            "samples": self.samples,
-            "samples_per_second": self.samples / sum(self.step_seconds),
+            "steps": self.progress.step,
+            "epoch": self.progress.position.epoch,
+            "loss_first": self.progress.loss_first,
+            "loss_last": self.progress.loss_last,
+            "samples": self.progress.samples,
+            "samples_per_second": self.samples_here / seconds_here if seconds_here else 0.0,
             "step_seconds_median": statistics.median(steady),
             "training_seconds": seconds,
             "peak_allocated_bytes": _largest(peaks),
@@ -156,7 +205,7 @@ class Session:
             "chunks": self.engine.chunks,
             "world_size": self.distributed.world_size,
             "skipped_rows": _sum_counts([result.skipped_rows for result in self.results]),
-            "skipped_steps": sum(result.overflow for result in self.results),
+            "skipped_steps": self.progress.skipped_steps,
             "metrics": self.evaluations,
             "versions": versions(),
         }
@@ -179,10 +228,10 @@ class Session:
             self.engine, Objectives(self.plan.spec), self.eval_store, self.inputs, rows
         )
         self._mark = time.perf_counter()
-        self.console.say(_evaluation_line(self.step, self.evaluations))
+        self.console.say(_evaluation_line(self.progress.step, self.evaluations))
 
 
-def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Session:
+def open_session(arguments: argparse.Namespace, distributed: Distributed, stop: StopRequest) -> Session:
     """Read and check everything before the expensive parts start. Raises UserError and DataError."""
     seed = arguments.seed or 0
     devices = claim_devices(arguments.device, distributed, gpus_per_process(arguments))
@@ -211,14 +260,19 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
     data_plan = _data_plan(plan, store, arguments.batch_memory)
     inputs = Inputs.create(plan.spec, store.manifest, seed, device, _batches_per_step(plan))
     speaks = distributed.rank == 0
-    directory = None
+    directory, start = None, Start()
+    known = identity(plan, store.manifest.checksum, seed, arguments.batch_memory)
     if speaks:
+        output = Path(arguments.output) if arguments.output else None
+        start = choose_start(arguments.resume, output, known, arguments.allow_change)
         name = f"{plan.spec.name}.{plan.config.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        resuming = arguments.resume not in (None, "none")
-        directory = RunDirectory.create(arguments.output or Path("runs") / name, plan.files, resuming)
+        directory = RunDirectory.create(output or Path("runs") / name, plan.files, start.step)
     console = Console(plan.steps, speaks)
     start_process_group(distributed, device)
+    start, folder = _from_rank_0((start, directory.path / "checkpoints" if directory else None))
     _say_header(console, plan, distributed, device, store)
+    for line in start.lines:
+        console.say(line)
     if cache_message:
         console.say(cache_message)
     if distributed.world_size > 1:
@@ -239,14 +293,19 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
         set_recompute(layers, plan.recompute)
     objectives = Objectives(plan.spec, dist.group.WORLD, equal_rows=arguments.batch_memory is None)
     engine = build_engine(layers, plan, objectives, distributed, devices)
-    position = DataPosition(seed=seed)
+    checkpoints = Checkpoints(folder, engine, distributed.rank, known, arguments.keep)
+    progress = Progress(position=DataPosition(seed=seed))
+    if start.path is not None:
+        progress, notes = checkpoints.restore(start.path)
+        for note in notes:
+            console.say(f"note: {note}")
     loader = Loader(
         store,
         data_plan,
         rank=engine.data_rank,
         world_size=engine.data_world,
         workers=arguments.workers or 0,
-        start=position,
+        start=progress.position,
         pin_memory=device.type == "cuda",
     )
     return Session(
@@ -262,7 +321,11 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed) -> Ses
         console=console,
         directory=directory,
         eval_every=arguments.eval_every,
-        position=position,
+        progress=progress,
+        checkpoints=checkpoints,
+        interval=Interval(arguments.save_every),
+        save_required=arguments.save_required,
+        stop=stop,
         resources=resources,
     )
 
@@ -348,6 +411,20 @@ def _say_header(
     console.say(f"{plan.steps} steps over {len(store)} samples")
     for note in (*config.notes, *plan.notes):
         console.say(f"note: {note}")
+
+
+def _largest_of_all_ranks(device: torch.device, *numbers: int) -> list[int]:
+    if dist.get_world_size() == 1:
+        return list(numbers)
+    agreed = torch.tensor(numbers, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    return agreed.tolist()
+
+
+def _from_rank_0(value: Any) -> Any:
+    shared = [value]
+    dist.broadcast_object_list(shared, 0)
+    return shared[0]
 
 
 def _gather(peaks: dict[str, int]) -> list[dict[str, int]]:

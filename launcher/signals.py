@@ -10,9 +10,31 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Self
 
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Each asks a run to save and end with exit code 75."""
+
+
+class StopRequest:
+    """Remembers a save signal; the loop looks at ``received`` between steps. A second SIGINT ends at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._receive) for number in SAVE_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            os._exit(128 + signal.SIGINT)
+        self.received = signal.Signals(number)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == _HERE:
     sys.path[0] = str(_HERE.parent)
 
 from launcher.options import add_train_options, decode_arguments  # noqa: E402
+from launcher.signals import StopRequest  # noqa: E402
 from models.errors import UserError  # noqa: E402
 
 DEFAULT_SEED = 0
@@ -45,18 +46,19 @@ def train(arguments: argparse.Namespace) -> int:
     from launcher.distributed import Distributed
     from launcher.session import open_session
 
+    os.umask(os.umask(0o022) | 0o022)  # nobody else writes into a run
     distributed = Distributed.from_environment(os.environ)
-    session = open_session(arguments, distributed)
-    try:
-        started = time.perf_counter()
-        for batches in session.batches():
-            result = session.engine.train_step(batches)
-            session.record(result)
+    with StopRequest() as stop:
+        session = open_session(arguments, distributed, stop)
+        try:
+            started = time.perf_counter()
+            batches = session.batches()
+            while not session.finished and not session.exit_code:
+                session.record(session.engine.train_step(next(batches)))
             if session.finished:
-                break
-        session.finish(time.perf_counter() - started)
-    finally:
-        session.close()
+                session.finish(time.perf_counter() - started)
+        finally:
+            session.close()
     return session.exit_code
 
 

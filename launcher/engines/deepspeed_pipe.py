@@ -29,6 +29,7 @@ from launcher.engines.deepspeed_state import (
     write_tensors,
 )
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
+from launcher.engines.update_state import UpdateState, deepspeed_update_state
 from models.layer import Layer, set_autocast
 from models.losses import Objectives
 from models.partition import PartitionSpec
@@ -154,6 +155,10 @@ class DeepSpeedPipeEngine:
     def load_named_tensors(self, tensors: dict[str, Tensor]) -> None:
         """See ``Engine.load_named_tensors``."""
         write_tensors(self.deepspeed, self.layers, tensors)
+
+    def update_state(self) -> UpdateState:
+        """See ``Engine.update_state``."""
+        return deepspeed_update_state(self.deepspeed, self.layers, self.data_rank)
 
     def close(self) -> None:
         """Free DeepSpeed's hooks."""

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.engines.update_state import UpdateState
+from models.layer import Layer
 from models.losses import LossTerms, Objectives
 
 
@@ -42,6 +44,8 @@ class Engine(Protocol):
     """One way of training the layers; every rank of a run holds one."""
 
     name: str
+    layers: list[Layer]
+    """Those that this rank holds."""
     data_rank: int
     """Which slice of each global batch this rank reads …"""
     data_world: int
@@ -61,6 +65,9 @@ class Engine(Protocol):
 
     def load_named_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load weights keyed by layer name into this rank's part, master copies included. Collective."""
+
+    def update_state(self) -> UpdateState:
+        """Give the optimizer, schedule and loss scale behind this rank's part of the weights."""
 
     def close(self) -> None:
         """End worker threads and process groups; safe to call twice."""

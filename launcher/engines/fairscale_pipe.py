@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from launcher.config.training import TrainingConfig
 from launcher.distributed import Distributed
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
+from launcher.engines.update_state import Fragment, UpdateState
 from models.errors import UserError
 from models.layer import Layer, named_tensors, set_autocast
 from models.losses import Objectives
@@ -115,6 +116,25 @@ class FairScalePipeEngine:
         """See ``Engine.load_named_tensors``."""
         for key, tensor in named_tensors(self.layers).items():
             tensor.copy_(tensors[key])
+
+    def update_state(self) -> UpdateState:
+        """See ``Engine.update_state``; with ZeRO 1, each rank updates, and so writes, its own parameters."""
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        mine = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+        fragments = [
+            Fragment(f"{layer.name}/{key}", 0, parameter.numel(), parameter, 0)
+            for layer in self.layers
+            for key, parameter in layer.module.named_parameters()
+            if id(parameter) in mine
+        ]
+        return UpdateState(
+            inner,
+            self.optimizer.param_groups,
+            fragments,
+            writes=inner is not self.optimizer or self.data_rank == 0,
+            scheduler=self.scheduler,
+            scalers=[self.scaler] if self.scaler.is_enabled() else [],
+        )
 
     def close(self) -> None:
         """End the worker threads.
