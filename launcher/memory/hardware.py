@@ -87,6 +87,9 @@ class Hardware:
     flops_fp16: float | None
     flops_bf16: float | None
     memory_bandwidth: float
+    elementwise_32: float
+    """Bytes per second of operators that are no matrix products; on a CPU their arithmetic counts, too."""
+    elementwise_16: float
     link_bandwidth: float
     """Between two devices of a node."""
     pcie_bandwidth: float
@@ -107,6 +110,10 @@ class Hardware:
         if rate is None:
             raise UserError(f"{self.name}: no {precision} there; use fp16, with its loss scaling, or fp32")
         return rate
+
+    def elementwise(self, precision: Precision) -> float:
+        """Bytes per second of other operators than matrix products; autocast runs most of them in fp32."""
+        return self.elementwise_16 if precision in ("fp16", "bf16") else self.elementwise_32
 
     @property
     def support(self) -> DeviceSupport:
@@ -157,6 +164,8 @@ def find_hardware(name: str, per_node: int = 1) -> Hardware:
         flops_fp16=gpu.fp16_tflops * 1e12 * reached.matmul,
         flops_bf16=gpu.bf16_tflops and gpu.bf16_tflops * 1e12 * reached.matmul,
         memory_bandwidth=gpu.memory_gb_per_second * 1e9 * reached.memory,
+        elementwise_32=gpu.memory_gb_per_second * 1e9 * reached.memory,
+        elementwise_16=gpu.memory_gb_per_second * 1e9 * reached.memory,
         link_bandwidth=gpu.link_gb_per_second * 1e9 * reached.link,
         pcie_bandwidth=gpu.pcie_gb_per_second * 1e9 * reached.pcie,
         network_bandwidth=gpu.network_gb_per_second * 1e9 * reached.network,
@@ -184,6 +193,8 @@ def _this_cpu(per_node: int) -> Hardware:
         flops_fp16=None,
         flops_bf16=rates["bf16"] / per_node,
         memory_bandwidth=rates["bytes"] / per_node,
+        elementwise_32=rates["elementwise fp32"] / per_node,
+        elementwise_16=rates["elementwise bf16"] / per_node,
         link_bandwidth=rates["bytes"] / (4 * per_node),  # gloo copies out and in, and adds
         pcie_bandwidth=rates["bytes"],
         network_bandwidth=1.25e9,  # 10 Gb/s Ethernet
@@ -195,10 +206,13 @@ def _this_cpu(per_node: int) -> Hardware:
 
 
 def _calibrate() -> dict[str, Any]:
-    """Measure this CPU with all threads of torch: matrix products, a stream and the start of an operator."""
+    """Measure this CPU with all threads of torch: what a transformer layer does, at sizes of one."""
     import torch
+    from torch.nn import TransformerEncoderLayer, functional
 
-    def rate(amount: float, work: Callable[[], object], repeats: int = 5) -> float:
+    from launcher.memory.timing import OPERATORS
+
+    def rate(amount: float, work: Callable[[], object], repeats: int = 7) -> float:
         work()
         seconds = []
         for _ in range(repeats):
@@ -207,14 +221,23 @@ def _calibrate() -> dict[str, Any]:
             seconds.append(time.perf_counter() - start)
         return amount / statistics.median(seconds)
 
+    def elementwise(hidden: torch.Tensor) -> None:
+        functional.dropout(functional.gelu(hidden), 0.1)
+        functional.softmax(functional.layer_norm(hidden, hidden.shape[1:]), -1)
+
     rows, inner, columns = 512, 768, 3072
     found: dict[str, Any] = {}
     with torch.no_grad():
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
             found[name] = rate(2 * rows * inner * columns, lambda a=left, b=right: a @ b.T)  # type: ignore[misc]
+            hidden = torch.randn(rows, columns).to(dtype)
+            # Four operators read and write it; dropout's mask is written and read.
+            moved = 10 * hidden.nbytes
+            found[f"elementwise {name}"] = rate(moved, lambda h=hidden: elementwise(h))  # type: ignore[misc]
         stream, target = torch.ones(2**24), torch.empty(2**24)
         found["bytes"] = rate(2 * stream.nbytes, lambda: target.copy_(stream))
-        small = torch.ones(16)
-        found["operator"] = 1 / rate(1000, lambda: [small + small for _ in range(1000)])
+    # So small that all of its time is the start of operators, autograd's included.
+    small, state = TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 4, 16)
+    found["operator"] = 1 / rate(3 * OPERATORS, lambda: small(state).sum().backward(), repeats=20)
     return found

@@ -1,6 +1,6 @@
 """Predicted time of one optimizer step: a roofline per layer, the pipeline's real order, collectives, optimizer.
 
-    layer       max(FLOPs / rate, bytes of matrix products / bandwidth) + other bytes / bandwidth, on a GPU not
+    layer       max(FLOPs / rate, bytes of matrix products / bandwidth) + other bytes / their rate, on a GPU not
                 below the host's time to start its operators (Williams et al., 2009, Roofline)
     recompute   one more forward of the layer, in its backward
     pipeline    the order of FairScale's Pipe (all chunks forward, loss, all chunks backward; Huang et al., 2019,
@@ -96,7 +96,7 @@ def pass_seconds(work: Cost, hardware: Hardware, precision: Precision, operators
     """Time of one pass through a layer."""
     bandwidth = hardware.memory_bandwidth
     device = max(work.flops / hardware.flops(precision), work.matmul_bytes / bandwidth)
-    device += work.other_bytes / bandwidth
+    device += work.other_bytes / hardware.elementwise(precision)
     host = operators * hardware.operator_seconds
     return device + host if hardware.device_type == "cpu" else max(device, host)
 
