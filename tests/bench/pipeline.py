@@ -34,12 +34,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config, partition = Path(folder) / "config.json", Path(folder) / "partition.yaml"
         optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
-        config.write_text(
-            json.dumps({"train_batch_size": options.rows, "optimizer": optimizer, "gradient_clipping": 1.0})
-        )
+        settings = {"train_batch_size": options.rows, "optimizer": optimizer, "gradient_clipping": 1.0}
         partition.write_text(yaml.safe_dump(split))
         words = [f"--config={config}", f"--model={options.model}", f"--steps={options.steps}", "--no-eval"]
         words += [f"--data={options.data}"] if options.data else []
+        # A stage holds a few chunks at a time, so it stands beside one process that accumulates them, too.
+        config.write_text(json.dumps(settings | {"gradient_accumulation_steps": options.chunks}))
+        chunked = train(1, [*words, f"--output={folder}/chunked"], Path(folder) / "chunked")
+        config.write_text(json.dumps(settings))
         alone = train(1, [*words, f"--output={folder}/alone"], Path(folder) / "alone")
         piped = train(
             stages,
@@ -47,10 +49,17 @@ def main() -> None:
             Path(folder) / "piped",
         )
     whole = peak(alone["peak_allocated_bytes_by_rank"][0])
-    print(f"{'':16}{'peak MiB':>10}{'of whole':>10}")
-    print(f"{'unpartitioned':16}{whole / 2**20:10.1f}{1:10.2f}")
-    for stage, peaks in zip(split["stages"], piped["peak_allocated_bytes_by_rank"], strict=True):
-        print(f"{stage['name']:16}{peak(peaks) / 2**20:10.1f}{peak(peaks) / whole:10.2f}")
+    print(f"{'':20}{'peak MiB':>10}{'of whole':>10}")
+    rows = [
+        ("unpartitioned", whole),
+        ("the same, by chunk", peak(chunked["peak_allocated_bytes_by_rank"][0])),
+    ]
+    rows += [
+        (stage["name"], peak(peaks))
+        for stage, peaks in zip(split["stages"], piped["peak_allocated_bytes_by_rank"], strict=True)
+    ]
+    for name, found in rows:
+        print(f"{name:20}{found / 2**20:10.1f}{found / whole:10.2f}")
     once, together = alone["step_seconds_median"], piped["step_seconds_median"]
     reached, bound = once / stages / together, options.chunks / (options.chunks + stages - 1)
     print(
