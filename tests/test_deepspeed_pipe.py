@@ -250,17 +250,11 @@ def test_parameter_without_dimensions_is_refused_by_name() -> None:
         refuse_scalars(layers)
 
 
-def test_train_says_what_itc_compares(tiny_data: Path, tmp_path: Path, free_port: int) -> None:
-    """Through deepspeed's launcher on two ranks; the run directory is as for every engine."""
+def test_train_says_what_itc_compares(tiny_data: Path, tmp_path: Path) -> None:
+    """Two processes of train.py; the run directory is as for every engine."""
     paths = files(Case(stages=STAGES), tmp_path)
     Path(paths["model"]).write_text(yaml.safe_dump(TINY))
-    launcher = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus=2",
-        f"--master_port={free_port}",
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run_train(
         launcher,
         *(f"--{name}={path}" for name, path in paths.items()),
