@@ -16,6 +16,7 @@ COMMANDS = (
     "data",
     "doctor",
     "estimate",
+    "export",
     "jobs",
     "launch",
     "partition",

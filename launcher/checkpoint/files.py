@@ -113,7 +113,7 @@ def described(path: Path) -> dict[str, Any]:
 
 def publish(partial: Path, sums: dict[str, Any], keep: int | None) -> Path:
     """Complete a checkpoint: checksums, rename, ``latest``; then drop old ones beyond ``keep``."""
-    (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n")
+    (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))  # ends with "}": a byte less is noticed
     sync(partial / CHECKSUMS)
     sync(partial)
     folder, final = partial.parent, partial.with_suffix("")
