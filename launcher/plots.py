@@ -60,7 +60,7 @@ def draw_run(
     for name, colour in zip(names, ("#e08e3c", "#5a9a6f", "#9d6fb0"), strict=False):
         values = [float((line.get("losses") or {}).get(name, "nan")) for line in metrics]
         axes[0].plot(steps, values, color=colour, linewidth=0.9, alpha=0.8, label=name)
-    axes[0].legend(loc="upper right", fontsize=8, frameon=False, ncols=4)
+    axes[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8, frameon=False)
     axes[0].set_ylabel("loss")
     axes[0].set_ylim(bottom=0)
     axes[0].set_title(title, loc="left", fontsize=10)

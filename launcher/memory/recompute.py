@@ -11,6 +11,7 @@ grow with them. What is left at the end is exact. Nothing assumes that recomputi
 lowers k, but can raise p.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,10 +41,13 @@ class Link:
     """None: cannot be recomputed."""
 
 
+Prefix = tuple[float, int, int, tuple | None]
+"""Seconds, kept bytes, highest point, and the layers recomputed as a linked list."""
+
+
 def cheapest_recompute(chain: Sequence[Link], limit_bytes: int, in_flight: int = 1) -> frozenset[str] | None:
     """Give the layers to recompute so that no point is above ``limit_bytes`` and time is least; None: none fits."""
-    # A prefix: (seconds, kept, highest, layers recomputed as a linked list).
-    front: list[tuple[float, int, int, tuple | None]] = [(0.0, 0, 0, None)]
+    front: list[Prefix] = [(0.0, 0, 0, None)]
     for link in chain:
         longer = []
         for seconds, kept, highest, names in front:
@@ -102,11 +106,24 @@ def chain_of(
     ]
 
 
-def _undominated(prefixes: list[tuple[float, int, int, tuple | None]]) -> list:
-    """Keep those for which no other is at least as good in time, kept bytes and highest point; fastest first."""
+def _undominated(prefixes: list[Prefix]) -> list[Prefix]:
+    """Keep those for which no other is at least as good in time, kept bytes and highest point; fastest first.
+
+    Those kept so far form a staircase: of those with at most so many kept bytes, the last has the lowest highest.
+    """
     prefixes.sort(key=lambda prefix: prefix[:3])
-    front: list[tuple[float, int, int, tuple | None]] = []
+    front: list[Prefix] = []
+    stairs_kept: list[int] = []
+    stairs_highest: list[int] = []
     for prefix in prefixes:
-        if not any(other[1] <= prefix[1] and other[2] <= prefix[2] for other in front):
-            front.append(prefix)
+        _, kept, highest, _ = prefix
+        place = bisect_right(stairs_kept, kept)
+        if place and stairs_highest[place - 1] <= highest:
+            continue
+        front.append(prefix)
+        start = place - 1 if place and stairs_kept[place - 1] == kept else place
+        end = place
+        while end < len(stairs_kept) and stairs_highest[end] >= highest:
+            end += 1
+        stairs_kept[start:end], stairs_highest[start:end] = [kept], [highest]
     return front

@@ -8,7 +8,7 @@ the table traced for just its rows.
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -52,22 +52,44 @@ def scaled_table(
     return table
 
 
-def trace_ahead(spec: ModelSpec, precisions: Sequence[Precision], device_type: str) -> None:
-    """Trace what a search of these precisions starts from in two processes, where it is not in the cache yet."""
-    wanted = [(precision, rows) for precision in precisions for rows in anchors(spec)]
+@contextlib.contextmanager
+def traced_ahead(spec: ModelSpec, precisions: Sequence[Precision], device_type: str) -> Iterator[None]:
+    """Trace what a search of these precisions starts from, in two processes, into the cache on disk.
+
+    Within the context the second one goes on with what only some of the candidates need: weights cast by an
+    autocast around the model, ZeRO-3's reentrant recomputation. What is not there when it is asked for is traced then.
+    """
+    first = [(precision, rows, False, False) for precision in precisions for rows in anchors(spec)]
+    later = [
+        (precision, rows, precision.startswith("autocast"), reentrant)
+        for reentrant in (False, True)
+        for precision in precisions[1:]
+        for rows in anchors(spec)
+    ]
     other = multiprocessing.get_context("fork").Process(
-        target=_trace, args=(spec, wanted[1::2], device_type), daemon=True
+        target=_trace, args=(spec, [*first[1::2], *later], device_type), daemon=True
     )
     other.start()
-    _trace(spec, wanted[::2], device_type)
-    other.join()
+    try:
+        _trace(spec, first[::2], device_type)
+        yield
+    finally:
+        other.terminate()
+        other.join()
 
 
-def _trace(spec: ModelSpec, wanted: Sequence[tuple[Precision, int]], device_type: str) -> None:
+def _trace(spec: ModelSpec, wanted: Sequence[tuple[Precision, int, bool, bool]], device_type: str) -> None:
     """Into the cache; a failure comes again, and is reported, where the table is used."""
-    for precision, rows in wanted:
+    for precision, rows, around, reentrant in wanted:
         with contextlib.suppress(Exception):
-            layer_table(spec, precision=precision, rows=rows, device_type=device_type)
+            layer_table(
+                spec,
+                precision=precision,
+                rows=rows,
+                device_type=device_type,
+                around=around,
+                reentrant=reentrant,
+            )
 
 
 def anchors(spec: ModelSpec) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from launcher.memory.plan_files import zero_name, zero_options
 from launcher.memory.planned import Answer, Planned
 from launcher.memory.prediction import DevicePrediction, Prediction
 from launcher.memory.recompute import chain_of, cheapest_recompute
-from launcher.memory.scaling import scaled_table, trace_ahead
+from launcher.memory.scaling import scaled_table, traced_ahead
 from launcher.memory.simulate import predict
 from launcher.memory.strategy import Strategy
 from launcher.memory.table import LayerTable
@@ -31,8 +31,8 @@ OPEN = "optimal"
 """The name of the set that is still to be chosen."""
 
 BEST, MISSES = 5, 3
-SIMULATED_MAX = 150
-"""Simulations at most: with this many faster candidates that do not fit, the rest is left to their bounds."""
+SIMULATED_MAX = 300
+"""Once the best is known, the runners-up are looked for until so many were simulated."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ def search(
 ) -> Answer:
     """Give the fastest plans that fit, and the nearest of the faster ones that do not."""
     hardware = cluster.hardware
-    trace_ahead(spec, precisions, hardware.device_type)
     limits = Limits(
         round(hardware.memory_bytes * (1 - margin)), round(hardware.host_memory_bytes * (1 - margin))
     )
-    return _Search(spec, cluster, limits).run(list(candidates(spec, cluster, global_batch, precisions)))
+    with traced_ahead(spec, precisions, hardware.device_type):
+        found = list(candidates(spec, cluster, global_batch, precisions))
+        return _Search(spec, cluster, limits).run(found)
 
 
 def evaluate(
@@ -162,7 +163,7 @@ class _Search:
         plans: list[Planned] = []
         misses: list[Planned] = []
         done: set[Strategy] = set()
-        while heap and len(plans) < BEST and len(self.predictions) < SIMULATED_MAX:
+        while heap and len(plans) < BEST and (not plans or len(self.predictions) < SIMULATED_MAX):
             time, _, label, strategy = heapq.heappop(heap)
             base = replace(strategy, recompute=frozenset())
             if base in done or self._known_to_fail(strategy, label):
