@@ -1,0 +1,74 @@
+"""The schedule simulator: from a strategy and its layer table to a timeline of allocated bytes per device."""
+
+from launcher.memory.ledger import Ledger
+from launcher.memory.prediction import DevicePrediction, Prediction
+from launcher.memory.schedule import Passage
+from launcher.memory.strategy import Strategy
+from launcher.memory.table import LayerTable, layer_table
+from launcher.memory.weights import Parameters, Weights, WholeWeights
+
+
+def predict(strategy: Strategy, table: LayerTable | None = None) -> Prediction:
+    """Give the memory of a strategy; the table is traced (or read from the cache) where none is given."""
+    table = table or table_of(strategy)
+    return Prediction((_one_rank(strategy, table),))
+
+
+def table_of(strategy: Strategy) -> LayerTable:
+    """The layer table that a strategy needs."""
+    return layer_table(
+        strategy.spec,
+        precision=strategy.precision,
+        rows=strategy.rows,
+        text_length=strategy.length,
+        device_type=strategy.device_type,
+        around=strategy.engine == "zero",
+        reentrant=strategy.zero.stage == 3,
+        ranks=strategy.data_world,
+        whole_rows=strategy.micro_batch_size if strategy.engine == "fairscale" else strategy.rows,
+    )
+
+
+def _one_rank(strategy: Strategy, table: LayerTable) -> DevicePrediction:
+    """ZeRO: every rank holds all layers and runs its micro-batches one after the other."""
+    ledger = Ledger()
+    names = strategy.layers
+    weights = _weights(ledger, Parameters(table, names), strategy)
+    weights.load()
+    weights.initialise()
+    ledger.begin("forward", "inputs")
+    ledger.add("inputs", strategy.accumulation_steps * (sum(table.input_bytes) + table.target_bytes))
+    # From the second micro-batch on gradients are there already; a third is like the second.
+    for number in range(count := min(2, strategy.accumulation_steps)):
+        passage = Passage(ledger, table.layers, strategy.recompute)
+        passage.enter(table.input_bytes, owned=False)
+        passage.forward(names)
+        _loss(ledger, table, passage)
+        passage.backward(weights.on_gradient)
+        weights.after_backward(boundary=number == count - 1)
+    weights.step()
+    return DevicePrediction(
+        device="cpu" if strategy.device_type == "cpu" else "cuda:0", timeline=ledger.timeline()
+    )
+
+
+def _loss(ledger: Ledger, table: LayerTable, passage: Passage) -> None:
+    """Forward and backward of the losses; leaves the gradients of the head's outputs."""
+    trace = table.loss.trace(recompute=False)
+    ledger.begin("loss", "losses")
+    for _, peak, net in trace.forward:
+        ledger.run("loss", peak, net)
+    holds = [held for held, kept in zip(passage.state, trace.keeps_in, strict=True) if kept]
+    for held in holds:
+        held.holders += 1
+    passage.leave()
+    for kind, peak, net in trace.backward:
+        if kind == "run":
+            ledger.run("loss", peak, net)
+    for held in holds:
+        passage.let_go(held)
+    ledger.move("loss", "activations", ledger.held("loss"))
+
+
+def _weights(ledger: Ledger, parameters: Parameters, strategy: Strategy) -> Weights:
+    return WholeWeights(ledger, parameters, strategy)
