@@ -78,13 +78,13 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         # FlashAttention writes [batch, length, heads, width]; torch hands out the transposed view.
-        batch, heads, length, width = query.shape
+        batch, heads, length, _width = query.shape
         out = torch.empty(batch, length, heads, value.shape[-1], dtype=query.dtype).transpose(1, 2)
         sums = torch.empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums, *([mask] if mask is not None else []))
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None

@@ -103,7 +103,8 @@ class Strategy:
     @classmethod
     def of(cls, plan: TrainPlan, world_size: int, device_type: Literal["cpu", "cuda"]) -> "Strategy":
         """Give the strategy of a run's plan files; ``micro_batch_size`` is that of the files."""
-        config = plan.config
+        config, split = plan.config, plan.partition
+        piped = split is not None and plan.stages > 1
         return cls(
             spec=plan.spec,
             precision=config.precision_used,
@@ -112,8 +113,8 @@ class Strategy:
             accumulation_steps=config.accumulation_steps,
             recompute=frozenset(plan.recompute),
             engine=plan.pipeline,  # type: ignore[arg-type]
-            bounds=tuple(plan.partition.bounds_of(layer_names(plan.spec))) if plan.stages > 1 else (),
-            chunks=plan.partition.chunks if plan.partition and plan.stages > 1 else 1,
+            bounds=tuple(split.bounds_of(layer_names(plan.spec))) if split and piped else (),
+            chunks=split.chunks if split and piped else 1,
             zero=_zero_options(config),
             optimizer=config.optimizer.torch_name or config.optimizer.name,
             fused_optimizer=device_type == "cuda" and not config.optimizer.params.get("torch_adam"),

@@ -83,7 +83,7 @@ class Trace:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Trace":
         """Read what ``as_json`` gave, from a file or not."""
-        values = {
+        values: dict[str, Any] = {
             key: tuple(tuple(item) if isinstance(item, list) else item for item in value)
             if isinstance(value, (list, tuple))
             else value
@@ -293,7 +293,7 @@ class _Enter(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
         if gradient is not None:
             ctx.recorder.entered(ctx.slot)
         return None, None, None, None
@@ -309,7 +309,7 @@ class _Leave(torch.autograd.Function):
         return torch.empty((), device=tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         shape, dtype, device = ctx.like
         made = torch.empty(shape, dtype=dtype, device=device)
         ctx.recorder.left()
