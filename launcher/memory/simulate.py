@@ -1,5 +1,6 @@
 """The schedule simulator: from a strategy and its layer table to a timeline of allocated bytes per device."""
 
+from launcher.memory.flat_weights import FlatWeights
 from launcher.memory.ledger import Ledger
 from launcher.memory.prediction import DevicePrediction, Prediction
 from launcher.memory.schedule import Passage
@@ -71,4 +72,6 @@ def _loss(ledger: Ledger, table: LayerTable, passage: Passage) -> None:
 
 
 def _weights(ledger: Ledger, parameters: Parameters, strategy: Strategy) -> Weights:
+    if strategy.zero.stage in (1, 2):
+        return FlatWeights(ledger, parameters, strategy, rank=strategy.data_world - 1)
     return WholeWeights(ledger, parameters, strategy)

@@ -35,6 +35,12 @@ class Weights(Protocol):
     def initialise(self) -> None:
         """Build engine and optimizer, up to a steady state."""
 
+    def before_forward(self, layer: str) -> None:
+        """A layer is about to run forward."""
+
+    def before_backward(self, layer: str) -> None:
+        """A layer is about to run backward."""
+
     def on_gradient(self, layer: str, index: int, size: int) -> None:
         """A gradient is finished."""
 
@@ -58,7 +64,9 @@ class Parameters:
             for index, (elements, trained) in enumerate(self.of[name]):
                 self.all.append((name, index, elements, trained))
         self.elements = sum(elements for _, _, elements, _ in self.all)
+        self.largest_of_all = max((elements for _, _, elements, _ in self.all), default=0)
         self.trained = [elements for _, _, elements, flag in self.all if flag]
+        self.trained_keys = [(name, index) for name, index, _, flag in self.all if flag]
         self.trained_elements = sum(self.trained)
         self.largest = max(self.trained, default=0)
 
@@ -110,7 +118,7 @@ class WholeWeights:
         self.ledger.begin("load", "model")
         self.ledger.add("parameters", 4 * self.parameters.elements)
         if self.width == 2:
-            self.ledger.run("parameters", 2 * self.parameters.largest, -2 * self.parameters.elements)
+            self.ledger.run("parameters", 2 * self.parameters.largest_of_all, -2 * self.parameters.elements)
 
     def initialise(self) -> None:
         trained = self.parameters.trained_elements
@@ -122,6 +130,12 @@ class WholeWeights:
         if self.width == 2:
             self.ledger.spike("temporary", optimizer_temporary(self.strategy, self.parameters.trained))
             self.ledger.add("gradients", -(2 + 4) * trained)
+
+    def before_forward(self, layer: str) -> None:
+        pass
+
+    def before_backward(self, layer: str) -> None:
+        pass
 
     def on_gradient(self, layer: str, index: int, size: int) -> None:
         if (layer, index) not in self.gradients:
