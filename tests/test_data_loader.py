@@ -202,6 +202,27 @@ if __name__ == "__main__":
     assert not alive
 
 
+def test_a_worker_that_was_killed_does_not_keep_the_rank_from_ending(packed: Path) -> None:
+    script = packed.parent / "lost_worker.py"
+    script.write_text(f"""
+import os, psutil, signal
+from launcher.data.batches import FixedBatches
+from launcher.data.loader import Loader
+from launcher.data.store import Store
+if __name__ == "__main__":
+    batches = iter(Loader(Store.open({str(packed)!r}), FixedBatches(100, 4, 1), workers=2))
+    next(batches)
+    family = psutil.Process().children(recursive=True)
+    worker = next(p for p in family if p.ppid() != os.getpid())
+    worker.send_signal(signal.SIGKILL)
+    for _ in batches:
+        pass
+""")
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "DataLoader worker" in ended.stderr
+
+
 def test_the_loader_pickles_small(packed: Path) -> None:
     assert len(pickle.dumps(Loader(Store.open(packed), FixedBatches(100, 2, 1)).batches)) < 100_000
 

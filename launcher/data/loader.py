@@ -22,6 +22,7 @@ from launcher.data.batches import MicroBatch, Plan
 from launcher.data.helper_process import follow_parent
 from launcher.data.order import DataPosition
 from launcher.data.store import Store
+from launcher.signals import shielded_children
 from models.errors import UserError
 
 _PREFETCH = 2
@@ -82,17 +83,21 @@ class Loader:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["launcher.data.loader"])
         check_shared_memory(self.workers, self.batches.batch_bytes(next(iter(self.requests))))
-        yield from DataLoader(
-            self.batches,
-            sampler=self.requests,
-            batch_size=None,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]  # batch_size=None: gets one item, no list
-            num_workers=self.workers,
-            prefetch_factor=_PREFETCH,
-            multiprocessing_context=context,
-            worker_init_fn=_start_worker,
-            pin_memory=self.pin_memory,
-        )
+        with shielded_children():  # until _start_worker runs, a signal would end a worker
+            batches = iter(
+                DataLoader(
+                    self.batches,
+                    sampler=self.requests,
+                    batch_size=None,
+                    collate_fn=_as_it_is,  # type: ignore[arg-type]  # batch_size=None: gets one item, no list
+                    num_workers=self.workers,
+                    prefetch_factor=_PREFETCH,
+                    multiprocessing_context=context,
+                    worker_init_fn=_start_worker,
+                    pin_memory=self.pin_memory,
+                )
+            )
+        yield from batches
 
 
 _open_iterators: "weakref.WeakSet[Generator[RawBatch, None, None]]" = weakref.WeakSet()
@@ -103,9 +108,13 @@ def _close_iterators() -> None:
     """Dismiss the workers of iterators that are still open when Python exits.
 
     Without this, multiprocessing ends them with SIGTERM, which they leave to the rank, and waits forever.
+    Those of an iterator that raised cannot be dismissed: the traceback keeps it, and them, alive.
     """
     for iterator in list(_open_iterators):
         iterator.close()
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 class StoreBatches(Dataset):
