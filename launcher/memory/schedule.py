@@ -132,3 +132,21 @@ class Passage:
         held.holders -= 1
         if not held.holders:
             self.ledger.add("activations", -held.size)
+
+
+def run_loss(ledger: Ledger, loss: LayerRow, passage: Passage) -> None:
+    """Forward and backward of the losses; leaves the gradients of the head's outputs."""
+    trace = loss.trace(recompute=False)
+    ledger.begin("loss", "losses")
+    for _, peak, net in trace.forward:
+        ledger.run("loss", peak, net)
+    holds = [held for held, kept in zip(passage.state, trace.keeps_in, strict=True) if kept]
+    for held in holds:
+        held.holders += 1
+    passage.leave()
+    for kind, peak, net in trace.backward:
+        if kind == "run":
+            ledger.run("loss", peak, net)
+    for held in holds:
+        passage.let_go(held)
+    ledger.move("loss", "activations", ledger.held("loss"))

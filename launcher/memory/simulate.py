@@ -3,7 +3,7 @@
 from launcher.memory.flat_weights import FlatWeights
 from launcher.memory.ledger import Ledger
 from launcher.memory.prediction import DevicePrediction, Prediction
-from launcher.memory.schedule import Passage
+from launcher.memory.schedule import Passage, run_loss
 from launcher.memory.strategy import Strategy
 from launcher.memory.table import LayerTable, layer_table
 from launcher.memory.weights import Parameters, Weights, WholeWeights
@@ -44,31 +44,13 @@ def _one_rank(strategy: Strategy, table: LayerTable) -> DevicePrediction:
         passage = Passage(ledger, table.layers, strategy.recompute)
         passage.enter(table.input_bytes, owned=False)
         passage.forward(names)
-        _loss(ledger, table, passage)
+        run_loss(ledger, table.loss, passage)
         passage.backward(weights.on_gradient)
         weights.after_backward(boundary=number == count - 1)
     weights.step()
     return DevicePrediction(
         device="cpu" if strategy.device_type == "cpu" else "cuda:0", timeline=ledger.timeline()
     )
-
-
-def _loss(ledger: Ledger, table: LayerTable, passage: Passage) -> None:
-    """Forward and backward of the losses; leaves the gradients of the head's outputs."""
-    trace = table.loss.trace(recompute=False)
-    ledger.begin("loss", "losses")
-    for _, peak, net in trace.forward:
-        ledger.run("loss", peak, net)
-    holds = [held for held, kept in zip(passage.state, trace.keeps_in, strict=True) if kept]
-    for held in holds:
-        held.holders += 1
-    passage.leave()
-    for kind, peak, net in trace.backward:
-        if kind == "run":
-            ledger.run("loss", peak, net)
-    for held in holds:
-        passage.let_go(held)
-    ledger.move("loss", "activations", ledger.held("loss"))
 
 
 def _weights(ledger: Ledger, parameters: Parameters, strategy: Strategy) -> Weights:

@@ -219,6 +219,7 @@ def fork_runs(source: Path) -> None:
                 if run["ranks"] > 1:
                     places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": run["ranks"]}
                     places |= {"LOCAL_WORLD_SIZE": run["ranks"], "MASTER_PORT": port}
+                    places |= {"GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": port}
                     os.environ |= {name: str(value) for name, value in places.items()}
                     os.environ["MASTER_ADDR"] = "127.0.0.1"
                 try:
