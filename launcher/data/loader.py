@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
@@ -84,7 +85,7 @@ class Loader:
         context.set_forkserver_preload(["launcher.data.loader"])
         check_shared_memory(self.workers, self.batches.batch_bytes(next(iter(self.requests))))
         with shielded_children():  # until _start_worker runs, a signal would end a worker
-            batches = iter(
+            batches: Any = iter(
                 DataLoader(
                     self.batches,
                     sampler=self.requests,
@@ -97,7 +98,17 @@ class Loader:
                     pin_memory=self.pin_memory,
                 )
             )
-        yield from batches
+        try:
+            yield from batches
+        except (RuntimeError, OSError, EOFError) as error:
+            # Which of them torch raises depends on what it was doing: waiting, or mapping a batch.
+            lost = [code for code in map(_exit_code, batches._workers) if code]
+            if not lost:
+                raise
+            raise UserError(f"a data worker {_end_of(lost[0])}; fewer --workers need less memory") from error
+        finally:
+            for worker in batches._workers:
+                worker.kill()
 
 
 _open_iterators: "weakref.WeakSet[Generator[RawBatch, None, None]]" = weakref.WeakSet()
@@ -185,6 +196,21 @@ def _empty(shape: tuple[int, ...]) -> Tensor:
     storage: Any = torch.UntypedStorage._new_shared(int(np.prod(shape)))
     tensor: Any = torch.empty(0, dtype=torch.uint8)
     return tensor.set_(storage, 0, shape)
+
+
+def _exit_code(worker: Any) -> int | None:
+    """Of a worker that has ended or is about to: its pipe breaks shortly before the process is gone."""
+    worker.join(1)
+    code: int | None = worker.exitcode
+    return code
+
+
+def _end_of(exit_code: int) -> str:
+    if exit_code > 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    why = {"SIGKILL": " (out of host memory?)", "SIGBUS": " (/dev/shm is full?)"}.get(name, "")
+    return f"was killed by {name}{why}"
 
 
 def _start_worker(_: int) -> None:
