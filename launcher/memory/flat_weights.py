@@ -17,6 +17,7 @@ from launcher.memory.ledger import Ledger
 from launcher.memory.strategy import Strategy
 from launcher.memory.weights import (
     OPTIMIZER_STATES,
+    AlwaysThere,
     Parameters,
     element_bytes,
     optimizer_temporary,
@@ -26,7 +27,7 @@ Key = tuple[str, int]
 """A parameter: layer and index."""
 
 
-class FlatWeights:
+class FlatWeights(AlwaysThere):
     """One rank's weights under ZeRO 1 or 2; see ``launcher.memory.weights.Weights``."""
 
     def __init__(self, ledger: Ledger, parameters: Parameters, strategy: Strategy, rank: int) -> None:
@@ -75,12 +76,6 @@ class FlatWeights:
     def host_bytes(self) -> int:
         """Offloaded: masters, their gradients and state in fp32, and a buffer of the masters in 16 bits."""
         return (4 * (2 + self.states) + self.width) * self.partition if self._host else 0
-
-    def before_forward(self, layer: str) -> None:
-        pass
-
-    def before_backward(self, layer: str) -> None:
-        pass
 
     def on_gradient(self, layer: str, index: int, size: int) -> None:
         self._set_up()

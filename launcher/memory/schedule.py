@@ -14,6 +14,9 @@ from launcher.memory.ledger import Ledger
 from launcher.memory.table import LayerRow
 from launcher.memory.tracing import Trace
 
+OnLayer = Callable[[str], None]
+"""Called with the name of a layer that is about to run, or has."""
+
 OnGradient = Callable[[str, int, int], None]
 """Called with (layer, index of the parameter, bytes) when a gradient is finished."""
 
@@ -55,11 +58,20 @@ class Passage:
             else:
                 held.holders += 1
 
-    def forward(self, names: Sequence[str], phase: str = "forward", graph: bool = True) -> None:
+    def forward(
+        self,
+        names: Sequence[str],
+        phase: str = "forward",
+        graph: bool = True,
+        before: OnLayer | None = None,
+        after: OnLayer | None = None,
+    ) -> None:
         """Run layers; without ``graph`` (evaluation) nothing is kept."""
         cached = 0
         for name in names:
             self.ledger.begin(phase, name)
+            if before is not None:
+                before(name)
             recompute = name in self.recompute
             trace = self.rows[name].trace(recompute)
             for _, peak, net in trace.forward:
@@ -86,6 +98,8 @@ class Passage:
             for held in self.state:
                 self.let_go(held)
             self.state = outputs
+            if after is not None:
+                after(name)
         if cached:
             self.ledger.add("activations", -cached)
 
@@ -95,7 +109,9 @@ class Passage:
             self.let_go(held)
         self.state = []
 
-    def backward(self, on_gradient: OnGradient, before: Callable[[str], None] | None = None) -> None:
+    def backward(
+        self, on_gradient: OnGradient, before: OnLayer | None = None, after: OnLayer | None = None
+    ) -> None:
         """Run the layers of ``forward`` backward."""
         while self.steps:
             step = self.steps.pop()
@@ -126,6 +142,8 @@ class Passage:
                 # What is left of a recomputed layer is what any layer leaves: gradients of its inputs.
                 left = self.ledger.held("recompute")
                 self.ledger.move("recompute", "activations", left)
+            if after is not None:
+                after(step.name)
 
     def let_go(self, held: Held) -> None:
         """One holder less; the last one frees it."""

@@ -2,8 +2,10 @@
 
 from launcher.memory.flat_weights import FlatWeights
 from launcher.memory.ledger import Ledger
+from launcher.memory.one_f_one_b import predict_one_f_one_b
 from launcher.memory.prediction import DevicePrediction, Prediction
 from launcher.memory.schedule import Passage, run_loss
+from launcher.memory.sharded_weights import ShardedWeights
 from launcher.memory.strategy import Strategy
 from launcher.memory.table import LayerTable, layer_table
 from launcher.memory.weights import Parameters, Weights, WholeWeights
@@ -12,6 +14,8 @@ from launcher.memory.weights import Parameters, Weights, WholeWeights
 def predict(strategy: Strategy, table: LayerTable | None = None) -> Prediction:
     """Give the memory of a strategy; the table is traced (or read from the cache) where none is given."""
     table = table or table_of(strategy)
+    if strategy.engine == "deepspeed":
+        return predict_one_f_one_b(strategy, table)
     return Prediction((_one_rank(strategy, table),))
 
 
@@ -23,7 +27,7 @@ def table_of(strategy: Strategy) -> LayerTable:
         rows=strategy.rows,
         text_length=strategy.length,
         device_type=strategy.device_type,
-        around=strategy.engine == "zero",
+        around=strategy.engine != "fairscale",
         reentrant=strategy.zero.stage == 3,
         ranks=strategy.data_world,
         whole_rows=strategy.micro_batch_size if strategy.engine == "fairscale" else strategy.rows,
@@ -43,9 +47,10 @@ def _one_rank(strategy: Strategy, table: LayerTable) -> DevicePrediction:
     for number in range(count := min(2, strategy.accumulation_steps)):
         passage = Passage(ledger, table.layers, strategy.recompute)
         passage.enter(table.input_bytes, owned=False)
-        passage.forward(names)
+        weights.before_micro_batch()
+        passage.forward(names, before=weights.before_forward, after=weights.after_forward)
         run_loss(ledger, table.loss, passage)
-        passage.backward(weights.on_gradient)
+        passage.backward(weights.on_gradient, weights.before_backward, weights.after_layer)
         weights.after_backward(boundary=number == count - 1)
     weights.step()
     return DevicePrediction(
@@ -56,4 +61,6 @@ def _one_rank(strategy: Strategy, table: LayerTable) -> DevicePrediction:
 def _weights(ledger: Ledger, parameters: Parameters, strategy: Strategy) -> Weights:
     if strategy.zero.stage in (1, 2):
         return FlatWeights(ledger, parameters, strategy, rank=strategy.data_world - 1)
+    if strategy.zero.stage == 3:
+        return ShardedWeights(ledger, parameters, strategy, strategy.layers)
     return WholeWeights(ledger, parameters, strategy)

@@ -35,11 +35,20 @@ class Weights(Protocol):
     def initialise(self) -> None:
         """Build engine and optimizer, up to a steady state."""
 
+    def before_micro_batch(self) -> None:
+        """A micro-batch begins."""
+
     def before_forward(self, layer: str) -> None:
         """A layer is about to run forward."""
 
+    def after_forward(self, layer: str) -> None:
+        """It has."""
+
     def before_backward(self, layer: str) -> None:
         """A layer is about to run backward."""
+
+    def after_layer(self, layer: str) -> None:
+        """Its backward is over."""
 
     def on_gradient(self, layer: str, index: int, size: int) -> None:
         """A gradient is finished."""
@@ -49,6 +58,25 @@ class Weights(Protocol):
 
     def step(self) -> None:
         """The optimizer's step, and what frees the gradients."""
+
+
+class AlwaysThere:
+    """What of ``Weights`` does nothing where all parameters stay on the device."""
+
+    def before_micro_batch(self) -> None:
+        pass
+
+    def before_forward(self, layer: str) -> None:
+        pass
+
+    def after_forward(self, layer: str) -> None:
+        pass
+
+    def before_backward(self, layer: str) -> None:
+        pass
+
+    def after_layer(self, layer: str) -> None:
+        pass
 
 
 class Parameters:
@@ -98,7 +126,7 @@ def buckets(sizes: list[int], limit: int) -> list[int]:
     return [*found, now] if now else found
 
 
-class WholeWeights:
+class WholeWeights(AlwaysThere):
     """ZeRO stage 0: every rank holds everything (deepspeed/runtime/engine.py and fp16/unfused_optimizer.py).
 
     fp32 and autocast: parameters, gradients and optimizer state in fp32. 16 bits: parameters and gradients in 16,
@@ -130,12 +158,6 @@ class WholeWeights:
         if self.width == 2:
             self.ledger.spike("temporary", optimizer_temporary(self.strategy, self.parameters.trained))
             self.ledger.add("gradients", -(2 + 4) * trained)
-
-    def before_forward(self, layer: str) -> None:
-        pass
-
-    def before_backward(self, layer: str) -> None:
-        pass
 
     def on_gradient(self, layer: str, index: int, size: int) -> None:
         if (layer, index) not in self.gradients:
