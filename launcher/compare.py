@@ -80,7 +80,7 @@ def print_table(runs: list[Run], as_json: bool) -> int:
         "precision",
         "recomputed",
         "peak MiB",
-        "predicted",
+        "predicted MiB",
         "of first",
         "s/step",
         "of first",

@@ -1,52 +1,35 @@
-"""A training session: everything that one rank holds while it trains, built once from the arguments."""
+"""A training session: everything that one rank holds while it trains. ``launcher.opening`` builds it."""
 
-import argparse
 import contextlib
-import os
 import signal
-import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from launcher import preflight
+from launcher.agreement import from_all_ranks, largest_of_all_ranks
 from launcher.checkpoint import Checkpoints, Progress
-from launcher.checkpoint.identity import identity
 from launcher.checkpoint.interval import Interval
-from launcher.checkpoint.resume import Start, choose_start
-from launcher.config.device import DeviceSupport
 from launcher.console import Console
-from launcher.data.batches import FixedBatches, Plan
-from launcher.data.cache import node_cache
-from launcher.data.cost import ActivationCost, budget_bytes
+from launcher.data.batches import Plan
 from launcher.data.loader import Loader
-from launcher.data.memory_batches import MemoryBatches
-from launcher.data.order import DataPosition
 from launcher.data.store import Store
-from launcher.demo_data import demo_stores
-from launcher.devices import claim_devices
 from launcher.distributed import Distributed
-from launcher.engines import build_engine
 from launcher.engines.engine import Engine, MicroBatch, StepResult
 from launcher.evaluate import evaluate
+from launcher.forecast import Forecast
 from launcher.inputs import Inputs
 from launcher.memory.measure import MemoryMeter
-from launcher.plan import DEFAULT_MODEL, TrainPlan, make_plan
-from launcher.processes import gpus_per_process
-from launcher.rendezvous import interface_towards
+from launcher.plan import TrainPlan
 from launcher.run_directory import RunDirectory
 from launcher.signals import StopRequest
-from models.build import build_layers
-from models.errors import EXIT_INTERRUPTED, DataError, UserError
-from models.layer import set_recompute
+from launcher.summary import closing_lines, evaluation_line, largest_by_device, sum_counts, versions
+from models.errors import EXIT_INTERRUPTED, UserError
 from models.losses import Objectives
-from models.spec import load_spec
 
 
 @dataclass
@@ -62,6 +45,7 @@ class Session:
     inputs: Inputs
     eval_store: Store | None
     meter: MemoryMeter
+    forecast: Forecast
     console: Console
     directory: RunDirectory | None
     eval_every: int | None
@@ -138,7 +122,7 @@ class Session:
 
     def _save_where_due(self) -> None:
         """Save at the interval, and on a signal to any rank; then the run is to end."""
-        signal_number, due = _largest_of_all_ranks(
+        signal_number, due = largest_of_all_ranks(
             self.device,
             int(self.stop.received or 0),
             int(self.distributed.rank == 0 and self.interval.due(self.progress.step)),
@@ -171,14 +155,17 @@ class Session:
             self._evaluate()
         if self.interval.ever and self.results:
             self.save(required=self.save_required)
-        summary = self.summary(_gather(peaks), seconds)
+        predicted = from_all_ranks(self.forecast.on(list(map(str, self.meter.devices)), self.engine.stage))
+        summary = self.summary(from_all_ranks(peaks), predicted, seconds)
         if self.directory is not None:
             self.directory.write_summary(summary)
             self.console.close()
-            for line in _closing_lines(summary, self.directory.path):
+            for line in closing_lines(summary, self.directory.path):
                 self.console.say(line)
 
-    def summary(self, peaks: list[dict[str, int]], seconds: float) -> dict[str, Any]:
+    def summary(
+        self, peaks: list[dict[str, int]], predicted: list[dict[str, int] | None], seconds: float
+    ) -> dict[str, Any]:
         """Give ``summary.json`` as the design lists it."""
         config = self.plan.config
         # The first steps compile, allocate and warm caches up.
@@ -193,18 +180,20 @@ class Session:
             "samples_per_second": self.samples_here / seconds_here if seconds_here else 0.0,
             "step_seconds_median": statistics.median(steady),
             "training_seconds": seconds,
-            "peak_allocated_bytes": _largest(peaks),
+            "peak_allocated_bytes": largest_by_device(peaks),
             "peak_allocated_bytes_by_rank": peaks,
             "peak_reserved_bytes": self.meter.reserved_bytes(),
             "peak_rss_bytes": self.meter.rss_bytes(),
-            "predicted_peak_bytes": None,
+            "predicted_peak_bytes": largest_by_device(known)
+            if (known := [p for p in predicted if p])
+            else None,
             "precision_requested": config.precision_requested,
             "precision_used": config.precision_used,
             "recomputed_layers": len(self.plan.recompute),
             "engine": self.engine.name,
             "chunks": self.engine.chunks,
             "world_size": self.distributed.world_size,
-            "skipped_rows": _sum_counts([result.skipped_rows for result in self.results]),
+            "skipped_rows": sum_counts([result.skipped_rows for result in self.results]),
             "skipped_steps": self.progress.skipped_steps,
             "metrics": self.evaluations,
             "versions": versions(),
@@ -228,250 +217,4 @@ class Session:
             self.engine, Objectives(self.plan.spec), self.eval_store, self.inputs, rows
         )
         self._mark = time.perf_counter()
-        self.console.say(_evaluation_line(self.progress.step, self.evaluations))
-
-
-def open_session(arguments: argparse.Namespace, distributed: Distributed, stop: StopRequest) -> Session:
-    """Read and check everything before the expensive parts start. Raises UserError and DataError."""
-    seed = arguments.seed or 0
-    devices = claim_devices(arguments.device, distributed, gpus_per_process(arguments))
-    device = devices[0]
-    stores = _stores(arguments)
-    resources = contextlib.ExitStack()
-    train_store, cache_message = stores / "train" if (stores / "train").is_dir() else stores, None
-    if arguments.cache == "node":
-        cached = resources.enter_context(node_cache(train_store))
-        train_store, cache_message = cached.path, cached.message
-    store = Store.open(train_store)
-    eval_store = None
-    if (stores / "eval").is_dir() and not arguments.no_eval:
-        eval_store = Store.open(stores / "eval")
-    plan = make_plan(
-        config=arguments.config,
-        model=arguments.model,
-        partition=arguments.partition,
-        pipeline=arguments.pipeline,
-        steps=arguments.steps,
-        epochs=arguments.epochs,
-        samples=len(store),
-        world_size=distributed.world_size,
-        device=DeviceSupport.detect(),
-    )
-    data_plan = _data_plan(plan, store, arguments.batch_memory)
-    inputs = Inputs.create(plan.spec, store.manifest, seed, device, _batches_per_step(plan))
-    speaks = distributed.rank == 0
-    directory, start = None, Start()
-    known = identity(plan, store.manifest.checksum, seed, arguments.batch_memory)
-    if speaks:
-        output = Path(arguments.output) if arguments.output else None
-        start = choose_start(arguments.resume, output, known, arguments.allow_change)
-        name = f"{plan.spec.name}.{plan.config.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        directory = RunDirectory.create(output or Path("runs") / name, plan.files, start.step)
-    console = Console(plan.steps, speaks)
-    start_process_group(distributed, device)
-    start, folder = _from_rank_0((start, directory.path / "checkpoints" if directory else None))
-    _say_header(console, plan, distributed, device, store)
-    for line in start.lines:
-        console.say(line)
-    if cache_message:
-        console.say(cache_message)
-    if distributed.world_size > 1:
-        preflight.run(
-            distributed,
-            device=str(device),
-            plan=plan.fingerprint,
-            data=store.manifest.checksum,
-            output=directory.path if directory else ".",
-            say=console.say,
-        )
-
-    torch.manual_seed(seed + distributed.rank)
-    meter = MemoryMeter(*dict.fromkeys(devices))
-    meter.start()
-    layers = build_layers(plan.spec, seed=seed)
-    if plan.recompute:
-        set_recompute(layers, plan.recompute)
-    objectives = Objectives(plan.spec, dist.group.WORLD, equal_rows=arguments.batch_memory is None)
-    engine = build_engine(layers, plan, objectives, distributed, devices)
-    checkpoints = Checkpoints(folder, engine, distributed.rank, known, arguments.keep)
-    progress = Progress(position=DataPosition(seed=seed))
-    if start.path is not None:
-        progress, notes = checkpoints.restore(start.path)
-        for note in notes:
-            console.say(f"note: {note}")
-    loader = Loader(
-        store,
-        data_plan,
-        rank=engine.data_rank,
-        world_size=engine.data_world,
-        workers=arguments.workers or 0,
-        start=progress.position,
-        pin_memory=device.type == "cuda",
-    )
-    return Session(
-        plan=plan,
-        distributed=distributed,
-        device=device,
-        engine=engine,
-        loader=loader,
-        data_plan=data_plan,
-        inputs=inputs,
-        eval_store=eval_store,
-        meter=meter,
-        console=console,
-        directory=directory,
-        eval_every=arguments.eval_every,
-        progress=progress,
-        checkpoints=checkpoints,
-        interval=Interval(arguments.save_every),
-        save_required=arguments.save_required,
-        stop=stop,
-        resources=resources,
-    )
-
-
-def start_process_group(distributed: Distributed, device: torch.device) -> None:
-    """Initialise torch.distributed through DeepSpeed: NCCL on CUDA, gloo on CPU."""
-    import deepspeed
-
-    if distributed.world_size == 1 and not distributed.master_port:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ |= distributed.environment() | {"MASTER_PORT": str(port)}
-    else:
-        os.environ |= distributed.environment()
-    if distributed.nodes > 1:
-        interface = interface_towards(distributed.master_address)
-        if interface:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if device.type == "cuda":
-        # DeepSpeed takes it for the number of the GPU; a task of SLURM may see its own GPU only, as number 0.
-        os.environ["LOCAL_RANK"] = str(device.index)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-
-
-def versions() -> dict[str, str]:
-    """Give the versions of what computes."""
-    from importlib.metadata import version
-
-    names = ("vlfit", "torch", "deepspeed", "fairscale", "transformers", "timm")
-    return {name: version(name) for name in names}
-
-
-def _batches_per_step(plan: TrainPlan) -> int:
-    return plan.config.global_batch_size // plan.config.micro_batch_size
-
-
-def _data_plan(plan: TrainPlan, store: Store, batch_memory: str | None) -> Plan:
-    """Micro-batches of a fixed number of rows, or as many rows as fit into ``--batch-memory``."""
-    spec, rows = plan.spec, plan.config.micro_batch_size
-    if batch_memory is None:
-        return FixedBatches(len(store), rows, _batches_per_step(plan), spec.text.length)
-    if plan.pipeline != "zero":
-        raise UserError(
-            "--batch-memory: the stages of a pipeline need micro-batches of one size; leave it out"
-        )
-    cost = ActivationCost.of(spec)
-    budget = budget_bytes(batch_memory, cost, rows, spec.text.length)
-    return MemoryBatches(
-        store.lengths,
-        _batches_per_step(plan),
-        budget,
-        cost,
-        max_length=spec.text.length,
-        rows_multiple=spec.group,
-    )
-
-
-def _stores(arguments: argparse.Namespace) -> Path:
-    """``--data``: a store, or a folder with stores ``train`` and ``eval``; none: the demo's."""
-    if arguments.data is None:
-        return demo_stores(load_spec(arguments.model or DEFAULT_MODEL))
-    path = Path(arguments.data)
-    if not path.is_dir():
-        raise DataError(f"--data {path}: no such folder; make a store with `vlfit data pack SOURCE {path}`")
-    return path
-
-
-def _say_header(
-    console: Console, plan: TrainPlan, distributed: Distributed, device: torch.device, store: Store
-) -> None:
-    config = plan.config
-    backend = dist.get_backend()
-    for line in distributed.header(backend, str(device)):
-        console.say(line)
-    console.say(
-        f"model {plan.spec.name}, {config.path.name}: {config.precision_used}, ZeRO {config.zero_stage}, "
-        f"global batch {config.global_batch_size} = {config.micro_batch_size} rows × "
-        f"{config.accumulation_steps} accumulation × {config.world_size} ranks"
-    )
-    console.say(f"recomputing {len(plan.recompute)} layers: {', '.join(plan.recompute) or 'none'}")
-    console.say(f"{plan.steps} steps over {len(store)} samples")
-    for note in (*config.notes, *plan.notes):
-        console.say(f"note: {note}")
-
-
-def _largest_of_all_ranks(device: torch.device, *numbers: int) -> list[int]:
-    if dist.get_world_size() == 1:
-        return list(numbers)
-    agreed = torch.tensor(numbers, device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
-    return agreed.tolist()
-
-
-def _from_rank_0(value: Any) -> Any:
-    shared = [value]
-    dist.broadcast_object_list(shared, 0)
-    return shared[0]
-
-
-def _gather(peaks: dict[str, int]) -> list[dict[str, int]]:
-    """Peaks of all ranks, by rank."""
-    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, peaks)
-    return everyone
-
-
-def _largest(everyone: list[dict[str, int]]) -> dict[str, int]:
-    """The largest peak of each device. On the CPU every rank is a device of its own."""
-    merged: dict[str, int] = {}
-    for found in everyone:
-        for device, value in found.items():
-            merged[device] = max(merged.get(device, 0), value)
-    return merged
-
-
-def _sum_counts(counts: list[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(count[name] for count in counts) for name in counts[0]} if counts else {}
-
-
-def _evaluation_line(step: int, metrics: dict[str, float]) -> str:
-    line = (
-        f"evaluation after step {step}: loss {metrics['loss']:.3f} on {metrics['samples']} held-out samples"
-    )
-    if "image_to_text_r1" in metrics:
-        chance = 100 / metrics["candidates"]
-        line += (
-            f"; R@1 image→text {metrics['image_to_text_r1']:.1f} %, text→image {metrics['text_to_image_r1']:.1f} %"
-            f" (chance {chance:.2f} %)"
-        )
-    if "image_to_text_reranked_r1" in metrics:
-        line += (
-            f"; re-ranked by ITM {metrics['image_to_text_reranked_r1']:.1f} %, "
-            f"{metrics['text_to_image_reranked_r1']:.1f} %"
-        )
-    return line
-
-
-def _closing_lines(summary: dict[str, Any], path: Path) -> list[str]:
-    peaks = ", ".join(
-        f"{device} {value / 2**20:.0f} MiB" for device, value in summary["peak_allocated_bytes"].items()
-    )
-    return [
-        f"loss {summary['loss_first']:.3f} → {summary['loss_last']:.3f} in {summary['steps']} steps, "
-        f"{summary['samples_per_second']:.0f} samples/s, peak allocated {peaks}, "
-        f"{summary['precision_used']}, {summary['recomputed_layers']} layers recomputed",
-        f"results in {path}",
-    ]
+        self.console.say(evaluation_line(self.progress.step, self.evaluations))

@@ -24,13 +24,13 @@ DEFAULT_SEED = 0
 DEFAULT_WORKERS = 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """Parse, train, and turn an expected error into one line and its exit code."""
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__.splitlines()[0])
     add_train_options(parser)
     arguments = parser.parse_args(decode_arguments(sys.argv[1:] if argv is None else argv))
     try:
-        return train(arguments)
+        return train(arguments, stop or StopRequest())
     except UserError as error:
         if arguments.debug:
             raise
@@ -41,14 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
 
 
-def train(arguments: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     """Build the plan, the layers, the data and the engine; then loop."""
     from launcher.distributed import Distributed
-    from launcher.session import open_session
+    from launcher.opening import open_session
 
     os.umask(os.umask(0o022) | 0o022)  # nobody else writes into a run
     distributed = Distributed.from_environment(os.environ)
-    with StopRequest() as stop:
+    with stop:
         session = open_session(arguments, distributed, stop)
         try:
             started = time.perf_counter()
@@ -63,7 +63,9 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main()
+    # Never left: a signal that comes again while the process ends must not turn "saved" into "killed by SIGTERM".
+    stop = StopRequest().__enter__()
+    exit_code = main(stop=stop)
     # Past this point the interpreter takes modules apart in any order, and threads with them: gloo's abort the
     # process ("terminate called without an active exception", torch 2.14), FairScale's can be waited for for
     # ever. All that must happen has happened; what registered for the exit still runs.

@@ -74,7 +74,7 @@ def initialised() -> Iterator[dict[str, str]]:
     import torch.distributed as dist
 
     from launcher.distributed import Distributed
-    from launcher.session import start_process_group
+    from launcher.process_group import start_process_group
 
     saved = dict(os.environ)
     start_process_group(Distributed(0, 0, 1, 1, 0, 1, "127.0.0.1", 0, "python"), torch.device("cpu"))

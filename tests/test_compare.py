@@ -36,6 +36,7 @@ def test_compare_measures_each_config_beside_the_first(
     summaries = sorted((tmp_path / "runs").glob("*/summary.json"))
     peaks = [json.loads(path.read_text())["peak_allocated_bytes"]["cpu"] for path in summaries]
     assert peaks == [run["peak_allocated_bytes"] for run in runs]
+    assert [run["predicted_peak_bytes"] for run in runs] == pytest.approx(peaks, rel=0.04)
 
 
 def test_compare_passes_on_what_a_run_says(

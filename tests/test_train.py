@@ -97,6 +97,13 @@ def test_measured_peak_covers_at_least_weights_and_optimizer(trained: Path) -> N
     assert summary["peak_allocated_bytes"]["cpu"] > 16 * count
 
 
+def test_predicted_peak_stands_beside_the_measured_one(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    measured, predicted = summary["peak_allocated_bytes"], summary["predicted_peak_bytes"]
+    assert predicted.keys() == measured.keys()
+    assert predicted["cpu"] == pytest.approx(measured["cpu"], rel=0.04)
+
+
 def test_two_ranks_of_half_the_batch_give_the_same_losses(
     trained: Path, tmp_path: Path, tiny_spec_file: Path, tiny_data: Path, free_port: int
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.distributed import Distributed
-from launcher.session import start_process_group
+from launcher.process_group import start_process_group
 
 
 def spawn(world: int, program: Callable[..., None], *arguments: Any, timeout: int = 240) -> None:

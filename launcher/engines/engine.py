@@ -50,6 +50,8 @@ class Engine(Protocol):
     """Which slice of each global batch this rank reads …"""
     data_world: int
     """… out of how many. Ranks of one pipeline share a slice."""
+    stage: int | None
+    """The one stage that this rank holds; None where it holds all layers."""
     chunks: int
     """Micro-batches that really follow each other through the stages before those run empty."""
 

@@ -35,6 +35,7 @@ class FairScalePipeEngine:
     """Trains the layers in a FairScale ``Pipe``; see ``launcher.engines.engine.Engine``."""
 
     name = "fairscale"
+    stage: int | None = None
 
     def __init__(
         self,

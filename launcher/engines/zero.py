@@ -26,6 +26,7 @@ class ZeroEngine:
     """Trains the layers with ``deepspeed.initialize``; see ``launcher.engines.engine.Engine``."""
 
     name = "zero"
+    stage: int | None = None
     chunks = 1
 
     def __init__(

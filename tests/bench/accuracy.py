@@ -199,7 +199,7 @@ def fork_runs(source: Path) -> None:
     """Import once, then fork the ranks of each run, as torchrun would start them."""
     import importlib
 
-    for name in ("deepspeed", "fairscale.nn", "fairscale.optim", "timm", "transformers", "launcher.session"):
+    for name in ("deepspeed", "fairscale.nn", "fairscale.optim", "timm", "transformers", "launcher.opening"):
         importlib.import_module(name)
     from launcher import train
     from launcher.memory.measure import _allocator

@@ -27,8 +27,8 @@ def main() -> None:
     from launcher.config import load_config
     from launcher.config.device import DeviceSupport
     from launcher.distributed import Distributed
+    from launcher.opening import open_session
     from launcher.options import add_train_options
-    from launcher.session import open_session
     from models.build import build_layers
     from models.layer import repeated_names, set_recompute
     from models.losses import Objectives
