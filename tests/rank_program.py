@@ -137,4 +137,9 @@ def end(code: int, child: subprocess.Popen | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # As train.py does: Python's own end gives signals back to the system (3.11), and one that is sent twice, as to two
+    # hosts of one process table, would then kill a rank that has saved.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -68,9 +68,7 @@ def test_a_signal_reaches_the_ranks_of_both_hosts(two_hosts, tmp_path):  # noqa:
     running = Running(two_hosts, tmp_path, 2000, TEST_STEP_SECONDS="0.1")
     running.wait_for_step(3)
     running.process.send_signal(signal.SIGTERM)
-    # The ranks save and end with 75. What pdsh hands back is 75 or, when deepspeed's own launcher on a host
-    # was faster to die of the signal than to report its rank, 128 + SIGTERM (seen in 2 of 3 runs on a busy machine).
-    assert running.process.wait(60) in (EXIT_INTERRUPTED, 128 + signal.SIGTERM), running.log.read_text()
+    assert running.process.wait(60) == EXIT_INTERRUPTED, running.log.read_text()
     assert (tmp_path / "run/checkpoint.pt").exists()
     wait_for_no_process(two_hosts)
 
