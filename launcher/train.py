@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
 def train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     """Build the plan, the layers, the data and the engine; then loop."""
     from launcher.distributed import Distributed
-    from launcher.session import open_session
+    from launcher.opening import open_session
 
     os.umask(os.umask(0o022) | 0o022)  # nobody else writes into a run
     distributed = Distributed.from_environment(os.environ)
