@@ -35,6 +35,11 @@ PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
+STAGES = {
+    1: [["*"]],
+    2: [["image.*"], ["text.*", "fusion.*", "head"]],
+    3: [["image.*"], ["text.*"], ["fusion.*", "head"]],
+}
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,16 @@ def cases() -> Iterator[Case]:
             yield Case("30m", precision, "none", 8, pipeline=pipeline, ranks=ranks)
             yield Case("30m", precision, "all", 8, pipeline=pipeline, ranks=ranks)
             yield Case("demo", precision, "fusion", 16, 2, pipeline=pipeline, ranks=ranks, chunks=4)
+        one_f_one_b = {"pipeline": "deepspeed", "bucket": 300_000}
+        yield Case("demo", precision, "none", 16, ranks=3, stages=3, chunks=4, **one_f_one_b)
+        yield Case("demo", precision, "all", 8, ranks=2, zero=1, chunks=2, **one_f_one_b)
+        yield Case("demo", precision, "none", 8, 2, ranks=4, chunks=2, **one_f_one_b)
+        yield Case("demo", precision, "fusion", 8, ranks=4, zero=1, chunks=1, **one_f_one_b)
     for rows_now, image, length in ((2, 96, 0), (16, 32, 40), (16, 64, 8), (2, 0, 64)):
         yield Case("demo", "fp32", "none", rows_now, image=image, length=length)
         yield Case("30m", "autocast", "all", rows_now, image=image * 2, length=length)
+    for chunks in (1, 8):
+        yield Case("30m", "fp32", "none", 16, pipeline="deepspeed", ranks=2, chunks=chunks)
     yield Case("demo", "fp32", "none", 16, accumulation=3)
     yield Case("demo", "bf16", "none", 8, accumulation=3)
     yield Case("demo", "fp32", "none", 8, zero=0, ranks=2)
@@ -111,7 +123,8 @@ def write_plan(case: Case, folder: Path) -> list[str]:
     spec["image"]["size"] = case.image or spec["image"]["size"]
     spec["text"]["length"] = case.length or spec["text"]["length"]
     # Two rows have no group of four.
-    spec["objectives"]["itm"]["group"] = min(spec["objectives"]["itm"]["group"], case.rows)
+    together = case.rows // (case.chunks if case.pipeline == "deepspeed" else 1)
+    spec["objectives"]["itm"]["group"] = min(spec["objectives"]["itm"]["group"], together)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.rows,
         "gradient_accumulation_steps": case.accumulation,
@@ -130,15 +143,14 @@ def write_plan(case: Case, folder: Path) -> list[str]:
     words = [f"--config={folder}/config.json", f"--model={folder}/model.yaml"]
     recompute = {"none": [], "fusion": ["fusion.*"], "all": ["image.block.*", "text.layer.*", "fusion.*"]}
     if case.pipeline or case.recompute != "none":
-        whole = [{"name": "all", "layers": ["*"], "device": 0}]
-        halves = [
-            {"name": "image", "layers": ["image.*"], "device": 0},
-            {"name": "rest", "layers": ["text.*", "fusion.*", "head"], "device": 1},
-        ]
+        stages = STAGES[case.stages if case.pipeline else 1]
         partition = {
             "model": spec["name"],
             "chunks": case.chunks if case.pipeline else 1,
-            "stages": halves if case.pipeline else whole,
+            "stages": [
+                {"name": f"stage {device}", "layers": layers, "device": device}
+                for device, layers in enumerate(stages)
+            ],
             "recompute": recompute[case.recompute],
         }
         (folder / "partition.yaml").write_text(yaml.safe_dump(partition))
