@@ -42,7 +42,8 @@ class StageFlatWeights(FlatWeights):
 
     def __init__(self, ledger: Ledger, parameters: Parameters, strategy: Strategy) -> None:
         without_overlap = replace(strategy, zero=replace(strategy.zero, overlap_comm=False))
-        super().__init__(ledger, parameters, without_overlap, rank=strategy.data_world - 1)
+        # Gradients are reduced in the order of the model: the first replica makes room for its own while all are there.
+        super().__init__(ledger, parameters, without_overlap, rank=0)
 
     def after_backward(self, boundary: bool) -> None:
         if not boundary:
