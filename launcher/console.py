@@ -1,5 +1,6 @@
 """What a run says: a progress bar on a terminal, plain lines in a log. Rank 0 speaks, the others are silent."""
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -39,7 +40,7 @@ class Console:
         if self.bar is not None:
             self.bar.console.print(line, highlight=False, markup=False)
         else:
-            print(line, flush=True)
+            self._print(line)
 
     def step(self, number: int, result: StepResult, samples_per_second: float) -> None:
         """Report optimizer step ``number`` (from 1)."""
@@ -51,7 +52,12 @@ class Console:
             self.bar.update(self.task, completed=number, text=text)
         elif number == 1 or number % self.every == 0 or number == self.steps:
             skipped = ", skipped (overflow)" if result.overflow else ""
-            print(f"step {number}/{self.steps} {text}{skipped}", flush=True)
+            self._print(f"step {number}/{self.steps} {text}{skipped}")
+
+    def _print(self, line: str) -> None:
+        # a log on a full disk, or a reader that has gone, ends no run
+        with contextlib.suppress(OSError):
+            print(line, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""

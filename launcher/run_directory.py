@@ -1,22 +1,26 @@
 """A run's directory: plan files, metrics, TensorBoard events and the summary."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from launcher.growing_file import GrowingFile
 from models.errors import UserError
 
 
 class RunDirectory:
-    """Written by rank 0 only. Numbers go to ``metrics.jsonl`` line by line, so a killed run keeps them."""
+    """Written by rank 0 only. Numbers go to ``metrics.jsonl`` line by line, so a killed run keeps them.
+
+    A full disk ends no run: steps wait for space, and events of that time are missing.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics: TextIO = (path / "metrics.jsonl").open("a", encoding="utf-8")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._events = SummaryWriter(str(path))
+        self._metrics = GrowingFile(path / "metrics.jsonl")
+        self._is_full = False
+        self._events: Any = None
 
     @classmethod
     def create(
@@ -53,18 +57,34 @@ class RunDirectory:
             raise UserError(f"--output {path}: {error.strerror or error}") from None
         return cls(path)
 
-    def write_step(self, metrics: dict[str, Any]) -> None:
-        """Append one optimizer step."""
-        self._metrics.write(json.dumps(metrics) + "\n")
-        self._metrics.flush()
-        step = metrics["step"]
-        for name in ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second"):
-            if metrics.get(name) is not None:
-                self._events.add_scalar(name, metrics[name], step)
-        for name, value in metrics["losses"].items():
-            self._events.add_scalar(f"losses/{name}", value, step)
-        for device, value in metrics["peak_allocated_bytes"].items():
-            self._events.add_scalar(f"peak_allocated_bytes/{device}", value, step)
+    def write_step(self, metrics: dict[str, Any]) -> str | None:
+        """Append one optimizer step; gives what to warn of when the disk takes no more, once."""
+        problem = self._metrics.write_line(json.dumps(metrics))
+        if problem is None:
+            problem = self._write_events(metrics)
+        was_full, self._is_full = self._is_full, problem is not None
+        if problem is None or was_full:
+            return None
+        return f"{self.path}: metrics wait, events are left out ({problem.strerror or problem})"
+
+    def _write_events(self, metrics: dict[str, Any]) -> OSError | None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            if self._events is None:
+                self._events = SummaryWriter(str(self.path))
+            step = metrics["step"]
+            for name in ("loss", "lr", "grad_norm", "loss_scale", "samples_per_second"):
+                if metrics.get(name) is not None:
+                    self._events.add_scalar(name, metrics[name], step)
+            for name, value in metrics["losses"].items():
+                self._events.add_scalar(f"losses/{name}", value, step)
+            for device, value in metrics["peak_allocated_bytes"].items():
+                self._events.add_scalar(f"peak_allocated_bytes/{device}", value, step)
+        except OSError as error:  # its thread has ended: the next step opens another file
+            self._events = None
+            return error
+        return None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json`` in one move."""
@@ -76,7 +96,9 @@ class RunDirectory:
     def close(self) -> None:
         """Flush everything."""
         self._metrics.close()
-        self._events.close()
+        if self._events is not None:
+            with contextlib.suppress(OSError):
+                self._events.close()
 
 
 def _forget_steps_after(step: int, metrics: Path) -> None:

@@ -98,7 +98,7 @@ class Session:
         self.samples_here += self.step_rows
         rate = self.step_rows / seconds
         if self.directory is not None:
-            self.directory.write_step(
+            warning = self.directory.write_step(
                 {
                     "step": progress.step,
                     "epoch": progress.position.epoch,
@@ -115,6 +115,8 @@ class Session:
                     "peak_allocated_bytes": self.meter.peak_bytes(),
                 }
             )
+            if warning:
+                self.console.say(f"warning: {warning}")
         self.console.step(progress.step, result, rate)
         if self.eval_every and progress.step % self.eval_every == 0 and not self.finished:
             self._evaluate()
@@ -154,7 +156,7 @@ class Session:
         if self.eval_store is not None:
             self._evaluate()
         if self.interval.ever and self.results:
-            self.save(required=self.save_required)
+            self.save(required=True)  # there is no later one
         predicted = from_all_ranks(self.forecast.on(list(map(str, self.meter.devices)), self.engine.stage))
         summary = self.summary(from_all_ranks(peaks), predicted, seconds)
         if self.directory is not None:

@@ -5,6 +5,7 @@ The same program runs under ``deepspeed``, ``torchrun``, ``srun`` and plain ``py
 
 import argparse
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -70,6 +71,7 @@ if __name__ == "__main__":
     # process ("terminate called without an active exception", torch 2.14), FairScale's can be waited for for
     # ever. All that must happen has happened; what registered for the exit still runs.
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the log's disk is full
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)

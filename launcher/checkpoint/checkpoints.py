@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from launcher.checkpoint.files import PARTIAL, described, name_of, publish, sync
+from launcher.checkpoint.files import PARTIAL, described, forget_partial, name_of, publish, sync
 from launcher.checkpoint.moments import PREFIX, load_scalars, read_moments, scalars, write_moments
 from launcher.checkpoint.randomness import read_random, write_random
 from launcher.data.order import DataPosition
@@ -108,8 +108,7 @@ class Checkpoints:
 
     def _prepare(self, partial: Path, needed: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(f"*{PARTIAL}"):  # by a run that was killed while it saved
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        forget_partial(self.folder)  # of a run that was killed while it saved
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(f"{free / 2**20:.0f} MiB free, about {needed / 2**20:.0f} MiB needed")
@@ -127,8 +126,7 @@ class Checkpoints:
         problems = [problem for problem, _ in found if problem]
         if problems:
             if self.rank == 0:
-                for left in self.folder.glob(f"*{PARTIAL}"):
-                    shutil.rmtree(left, ignore_errors=True)
+                forget_partial(self.folder)
             raise OSError("; ".join(problems))
         return [result for _, result in found]
 

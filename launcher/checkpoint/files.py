@@ -85,6 +85,15 @@ def _newest(folder: Path) -> Found | None:
     return None
 
 
+def forget_partial(folder: Path) -> None:
+    """Take away what was not written to the end; what cannot be taken away is nothing worse than in the way."""
+    for left in folder.glob(f"*{PARTIAL}"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
 def complete(folder: Path) -> list[Path]:
     """Give the checkpoints that were written to the end, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.suffix != PARTIAL)
