@@ -9,7 +9,7 @@ import yaml
 from conftest import TINY
 from safetensors.torch import load_file, save_file
 
-from launcher.checkpoint.files import CHECKSUMS, described
+from launcher.checkpoint.files import PARTIAL, described, publish
 from launcher.cli import main
 from launcher.export import load_exported
 from models.build import build_layers
@@ -22,7 +22,7 @@ from models.state import State, example_state
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Layer]]:
     """A run directory with a checkpoint of weights that no seed gives, and its layers."""
     folder = tmp_path_factory.mktemp("run")
-    checkpoint = folder / "checkpoints" / "step-00000001"
+    checkpoint = folder / "checkpoints" / f"step-00000001{PARTIAL}"
     checkpoint.mkdir(parents=True)
     (folder / "plan").mkdir()
     (folder / "plan" / "model.yaml").write_text(yaml.safe_dump(TINY))
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Layer]]:
     )
     (checkpoint / "state.json").write_text("{}")
     names = ("model.safetensors", "state.json")
-    (checkpoint / CHECKSUMS).write_text(json.dumps({name: described(checkpoint / name) for name in names}))
+    publish(checkpoint, {name: described(checkpoint / name) for name in names}, keep=None)
     return folder, layers
 
 

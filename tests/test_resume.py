@@ -12,7 +12,9 @@ import pytest
 import yaml
 from conftest import TINY
 
+from launcher.checkpoint import find
 from launcher.train import main
+from models.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 STEPS, STOP = 6, 3
@@ -184,25 +186,57 @@ DAMAGE = {
     ),
     "deleted": lambda path: path.unlink(),
 }
-FILES = ("model", "optimizer-00000", "random-00000", "state", "checksums")
+# name: files of the optimizer's moments and of random numbers
+SHARES = {
+    "zero-0": (1, 1),
+    "zero-1 of 2": (2, 2),
+    "zero-3 of 2": (2, 2),
+    "fairscale of 2": (2, 2),
+    "deepspeed of 2": (2, 2),
+}
 
 
 @pytest.mark.parametrize("damaged", DAMAGE)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", SHARES)
 def test_damaged_checkpoint_is_passed_over_and_the_previous_one_used(
     name: str, damaged: str, folder: Path, tmp_path: Path
 ) -> None:
-    from launcher.checkpoint import find
+    newest = folder / name / "checkpoints" / f"step-{STEPS:08d}"
+    files = sorted(path.name for path in newest.iterdir())
+    moments, random = SHARES[name]
+    assert files == sorted(
+        ["checksums.json", "model.safetensors", "state.json"]
+        + [f"optimizer-{rank:05d}.safetensors" for rank in range(moments)]
+        + [f"random-{rank:05d}.safetensors" for rank in range(random)]
+    )
+    for file in files:
+        run = tmp_path / file
+        shutil.copytree(folder / name / "checkpoints", run / "checkpoints")
+        DAMAGE[damaged](run / "checkpoints" / newest.name / file)
+        found = find("auto", run)
+        assert found is not None and found.path.name == f"step-{STOP:08d}", file
+        (reason,) = found.passed_over
+        assert newest.name in reason and file in reason
+        # asked for by its own path, it is refused and not replaced silently
+        with pytest.raises(UserError, match="--resume"):
+            find(str(run / "checkpoints" / newest.name), None)
 
-    shutil.copytree(folder / "zero-0" / "checkpoints", tmp_path / "checkpoints")
-    newest = tmp_path / "checkpoints" / f"step-{STEPS:08d}"
-    file = next(path for path in newest.iterdir() if path.stem == name)
-    DAMAGE[damaged](file)
-    found = find("auto", tmp_path)
-    assert found is not None and found.path.name == f"step-{STOP:08d}"
-    assert len(found.passed_over) == 1 and newest.name in found.passed_over[0]
-    if name != "checksums":
-        assert file.name in found.passed_over[0]
+
+def test_message_of_a_resumed_run_says_which_checkpoint_was_passed_over_and_why(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "zero-0", tmp_path / "run")
+    DAMAGE["truncated"](
+        tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "optimizer-00000.safetensors"
+    )
+    base = arguments(folder, "zero-0", 0, None, "dropout")
+    assert in_turn(folder, 1, [{"arguments": [*base, f"--output={tmp_path / 'run'}", "--resume=auto"]}]) == [
+        0
+    ]
+    log = max(folder.glob("*.log"), key=lambda path: path.stat().st_mtime).read_text()
+    assert f"passed over step-{STEPS:08d}: optimizer-00000.safetensors has" in log
+    assert f"resuming after step {STOP} from" in log
+    assert losses(tmp_path / "run") == losses(folder / "zero-0.whole")
 
 
 def test_nothing_is_written_with_group_or_world_write(folder: Path) -> None:

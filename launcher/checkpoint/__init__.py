@@ -7,7 +7,7 @@
         optimizer-00000.safetensors   moments of one rank's fragments, keyed "layer/parameter#start#moment"
         random-00000.safetensors      one rank's random number generators
         state.json               step, data position, schedule, loss scale, and what the run is (``identity``)
-        checksums.json           size and SHA-256 of each file above
+        checksums.json           size and SHA-256 of each file above, and of this list
 
 A checkpoint is written under a temporary name, synced, and then renamed. Nothing in it is pickled.
 """

@@ -55,7 +55,10 @@ def find(resume: str | None, run: Path | None) -> Found | None:
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint; None if every file is as it was written."""
     try:
-        sums = json.loads((path / CHECKSUMS).read_text())
+        written = json.loads((path / CHECKSUMS).read_text())
+        sums = written["files"]
+        if written["sha256"] != _digest(sums):
+            return f"{CHECKSUMS} has another checksum than when it was written"
         for name, expected in sums.items():
             file = path / name
             if not file.is_file():
@@ -105,6 +108,10 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _digest(sums: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
 def sync(path: Path) -> None:
     """Have a file or folder on the disk, not in a cache."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -122,7 +129,8 @@ def described(path: Path) -> dict[str, Any]:
 
 def publish(partial: Path, sums: dict[str, Any], keep: int | None) -> Path:
     """Complete a checkpoint: checksums, rename, ``latest``; then drop old ones beyond ``keep``."""
-    (partial / CHECKSUMS).write_text(json.dumps(sums, indent=1))  # ends with "}": a byte less is noticed
+    written = {"files": sums, "sha256": _digest(sums)}
+    (partial / CHECKSUMS).write_text(json.dumps(written, indent=1))  # ends with "}": a byte less is noticed
     sync(partial / CHECKSUMS)
     sync(partial)
     folder, final = partial.parent, partial.with_suffix("")
