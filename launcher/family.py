@@ -30,6 +30,15 @@ def ranks(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if _has_rank(process) and not _has_rank(process.parent())]
 
 
+def by_rank(processes: Iterable[psutil.Process]) -> dict[str, psutil.Process]:
+    """The same by their number in the whole run."""
+    found = {}
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found[process.environ().get("RANK", "?")] = process
+    return found
+
+
 def _has_rank(process: psutil.Process | None) -> bool:
     try:
         return process is not None and "LOCAL_RANK" in process.environ()
@@ -59,7 +68,7 @@ def end(launch_id: str, save_seconds: float, grace_seconds: float = 3) -> list[i
 
     def wait(awaited: list[psutil.Process], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while any(_runs(process) for process in awaited) and time.monotonic() < deadline:
+        while any(runs(process) for process in awaited) and time.monotonic() < deadline:
             reap()
             time.sleep(0.05)
 
@@ -77,7 +86,8 @@ def end(launch_id: str, save_seconds: float, grace_seconds: float = 3) -> list[i
     return codes
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended (one that nobody has waited for yet has)."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -17,7 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import psutil
+
 from launcher import family
+from launcher.first_to_end import FirstToEnd
 from models.errors import EXIT_INTERRUPTED
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -63,13 +66,17 @@ def supervise(
         launcher = subprocess.Popen(command, env=cleaned, start_new_session=True)
         forward = signal_ranks or (lambda number: _signal_local_ranks(launch_id, number))
         connections = _Connections(launch_id, remote_hosts, straggler_seconds)
-        _watch(launcher, received, forward, connections, save_seconds)
+        first = FirstToEnd(launch_id)
+        _watch(launcher, received, forward, connections, first, save_seconds)
         left = _left_behind(launcher, launch_id)
         if remote_hosts and (left or connections.broken):
             # ranks that wait for a host which is gone cannot save
             _end_remote(launcher, forward, straggler_seconds if connections.broken else save_seconds)
         codes = family.end(launch_id, save_seconds)
-        return _exit_code(launcher.poll(), left or connections.broken, codes)
+        code = _exit_code(launcher.poll(), left or connections.broken, codes)
+        if code not in (0, EXIT_INTERRUPTED) and first.name():
+            print(f"vlfit launch: {first.name()} ended first, {_end_of(code)}", file=sys.stderr)
+        return code
     finally:
         # a signal from here on must not leave anything behind either
         family.end(launch_id, save_seconds=0, grace_seconds=0)
@@ -106,12 +113,18 @@ def _watch(
     received: list[signal.Signals],
     forward: Callable[[signal.Signals], None],
     connections: "_Connections",
+    first: FirstToEnd,
     save_seconds: float,
 ) -> None:
     """Wait for the end of the launcher, passing signals on; returns early when force is needed."""
     deadline = float("inf")
     passed_on = 0
+    next_reaping = 0.0
     while launcher.poll() is None:
+        first.look()
+        if time.monotonic() >= next_reaping:
+            _reap_helpers(launcher.pid)
+            next_reaping = time.monotonic() + 1
         if len(received) > passed_on:
             number = received[passed_on]
             if passed_on and number in (signal.SIGTERM, signal.SIGINT):
@@ -168,10 +181,26 @@ def _exit_code(returned: int | None, orphans: bool, adopted: list[int]) -> int:
     return 1 if orphans or returned is None else 0
 
 
+def _end_of(code: int) -> str:
+    killed = {128 + number.value: number.name for number in signal.Signals}
+    return f"killed by {killed[code]}" if code in killed else f"with exit code {code}"
+
+
 def _signal_local_ranks(launch_id: str, number: signal.Signals) -> None:
     processes = family.members(launch_id)
     # before there are ranks, the launcher itself is to stop
     family.send(family.ranks(processes) or processes, number)
+
+
+def _reap_helpers(launcher: int) -> None:
+    """Wait for what this process adopted (data workers of a dead rank) and that has ended.
+
+    deepspeed's launcher takes those zombies for running, and gives them 30 s to end.
+    """
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if child.pid != launcher and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def _adopt_orphans() -> None:
