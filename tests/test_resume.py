@@ -43,7 +43,8 @@ CASES = {
     "bf16-stage-0": (1, 0, None, "tiny", 1e-3, {"bf16": {"enabled": True}}),
     "zero-1 of 2": (2, 1, None, "dropout", 0.0, {}),
     "zero-3 of 2": (2, 3, None, "dropout", 0.0, {}),
-    "fairscale of 2": (2, 1, "fairscale", "tiny", 0.0, {}),
+    # its order of adding up gradients differs from process to process
+    "fairscale of 2": (2, 1, "fairscale", "tiny", 1e-5, {}),
     "deepspeed of 2": (2, 1, "deepspeed", "tiny", 0.0, {}),
 }
 # Checkpoints that another engine or world goes on from: (from, to)
