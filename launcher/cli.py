@@ -43,8 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code of the design (0, 2, 3, 4 or 75)."""
+    from launcher.umask import keep_others_from_writing
     from models.errors import UserError
 
+    keep_others_from_writing()
     arguments = build_parser().parse_args(argv)
     try:
         return arguments.run(arguments)

@@ -19,6 +19,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == _HERE:
 
 from launcher.options import add_train_options, decode_arguments  # noqa: E402
 from launcher.signals import StopRequest  # noqa: E402
+from launcher.umask import keep_others_from_writing  # noqa: E402
 from models.errors import UserError  # noqa: E402
 
 DEFAULT_SEED = 0
@@ -47,7 +48,7 @@ def train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from launcher.distributed import Distributed
     from launcher.opening import open_session
 
-    os.umask(os.umask(0o022) | 0o022)  # nobody else writes into a run
+    keep_others_from_writing()
     distributed = Distributed.from_environment(os.environ)
     with stop:
         session = open_session(arguments, distributed, stop)
