@@ -108,7 +108,7 @@ def write_plan(case: Case, folder: Path) -> list[str]:
 
 
 def note_samples(folder: Path) -> Callable[[], None]:
-    """In a rank: append what each step trained on to ``samples-RANK.jsonl``."""
+    """In a rank: append what each step trained on to ``RANK.jsonl``."""
 
     def prepare() -> None:
         from launcher.inputs import Inputs
@@ -124,7 +124,7 @@ def note_samples(folder: Path) -> Callable[[], None]:
         def record_and_note(self, result):
             line = {"step": self.progress.step + 1, "data_rank": self.engine.data_rank, "samples": [*read]}
             read.clear()
-            with (folder / f"samples-{self.distributed.rank}.jsonl").open("a") as file:
+            with (folder / f"{self.distributed.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
             record(self, result)
 
@@ -180,43 +180,55 @@ def wait_for_moment(kind: str, run: Path, alive: Callable[[], bool], rng: random
 
 def torture(name: str, case: Case, kills: int, folder: Path, rng: random.Random) -> Outcome:
     """Train once alone and once under fire, and compare."""
-    from launcher.checkpoint import find
-    from launcher.checkpoint.resume import saved_step
     from models.spec import load_spec
 
     folder.mkdir(parents=True)
     words = write_plan(case, folder)
     store = synthetic_store(folder / "data", load_spec(f"{folder}/model.yaml"), SAMPLES)
     words.append(f"--data={store}")
-    alone, run, log = folder / "alone", folder / "run", folder / "log"
+    alone = folder / "alone"
     done = wait(
         fork_ranks([*words, "--save-every=none", f"--output={alone}"], case.ranks, folder / "alone.log"), 240
     )
     if done != [0] * case.ranks:
         return Outcome(problems=(f"{name}: the unkilled run ended with {done}",))
 
-    outcome, problems = Outcome(), []
-    arguments = [*words, f"--save-every={SAVE_EVERY}", "--keep=2", f"--output={run}", "--resume=auto"]
+    outcome = Outcome()
+    while outcome.kills < kills and not outcome.problems:  # a run may reach its end before it got all of them
+        run = folder / f"run-{outcome.kills}"
+        under_fire(name, case, [*words, f"--output={run}"], kills, run, rng, outcome)
+        outcome.problems += tuple(f"{name}: {text}" for text in differences(alone, run, case.tolerance))
+    return outcome
+
+
+def under_fire(
+    name: str, case: Case, words: list[str], kills: int, run: Path, rng: random.Random, outcome: Outcome
+) -> None:
+    """Train to the end, killed up to ``kills`` times in all; ``outcome`` is told."""
+    from launcher.checkpoint import find
+    from launcher.checkpoint.resume import saved_step
+
+    arguments = [*words, f"--save-every={SAVE_EVERY}", "--keep=2", "--resume=auto"]
+    samples, log = run.with_suffix(".samples"), run.with_suffix(".log")
+    samples.mkdir()
+    problems = []
     while True:
         before = find("auto", run)
         expected = saved_step(before.path) if before else 0
         position = log.stat().st_size if log.exists() else 0
-        children = fork_ranks(arguments, case.ranks, log, note_samples(folder))
-        if outcome.kills == kills:
-            codes = wait(children, 240)
-            break
-        kind = rng.choices(("save", "step", "start"), (0.5, 0.35, 0.15))[0]
+        children = fork_ranks(arguments, case.ranks, log, note_samples(samples))
         at_start = last_step(run)
 
         def alive(first: int = children[0]) -> bool:
             return os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-        wait_for_moment(kind, run, alive, rng)
-        if not alive():
-            codes = wait(children, DOWN_SECONDS)
+        if outcome.kills < kills:
+            kind = rng.choices(("save", "step", "start"), (0.5, 0.35, 0.15))[0]
+            wait_for_moment(kind, run, alive, rng)
+        if outcome.kills == kills or not alive():
+            codes = wait(children, 240)
             break
-        victims = children if rng.random() < 0.5 else [rng.choice(children)]
-        for victim in victims:
+        for victim in children if rng.random() < 0.5 else [rng.choice(children)]:
             os.kill(victim, signal.SIGKILL)
         killed_at = time.monotonic()
         outcome.kills += 1
@@ -243,17 +255,12 @@ def torture(name: str, case: Case, kills: int, folder: Path, rng: random.Random)
         outcome.resumed_from += (step,)
     if codes != [0] * case.ranks:
         problems.append(f"{name}: ended with {codes}: {log.read_text()[-1500:]}")
-    elif outcome.kills < kills:
-        problems.append(f"{name}: ended after {outcome.kills} kills; more steps are needed")
-    else:
-        problems += [f"{name}: {text}" for text in differences(alone, run, folder, case.tolerance)]
     if saves_now(run):
         problems.append(f"{name}: a half-written checkpoint is left")
-    outcome.problems = tuple(problems)
-    return outcome
+    outcome.problems += tuple(problems)
 
 
-def differences(alone: Path, run: Path, folder: Path, tolerance: float) -> list[str]:
+def differences(alone: Path, run: Path, tolerance: float) -> list[str]:
     """What the killed run did otherwise than the one that nobody killed."""
     found = []
     losses = [
@@ -269,13 +276,15 @@ def differences(alone: Path, run: Path, folder: Path, tolerance: float) -> list[
     ]
     if odd:
         found.append(f"losses differ at steps {odd}")
+    if not (run / "summary.json").exists():
+        return [*found, "no summary"]
     summaries = [json.loads((path / "summary.json").read_text()) for path in (alone, run)]
     for key in ("steps", "epoch", "samples"):
         if summaries[0][key] != summaries[1][key]:
             found.append(f"{key} of the summary: {summaries[1][key]}, not {summaries[0][key]}")
     # what was trained last for a step counts: the run forgot what came before
     trained: dict[tuple[int, int], list[int]] = {}
-    for path in sorted(folder.glob("samples-*.jsonl")):
+    for path in sorted(run.with_suffix(".samples").glob("*.jsonl")):
         for line in map(json.loads, path.open()):
             trained[line["step"], line["data_rank"]] = line["samples"]
     epochs: dict[int, list[int]] = defaultdict(list)
