@@ -67,8 +67,40 @@ def check(job: SlurmJob, arguments: argparse.Namespace) -> None:
     load_config(arguments.config).resolve(
         world_size=data_parallel_size(arguments, job.world_size), device=device
     )
+    if arguments.gpu:
+        check_memory(job, arguments)
     if not arguments.dry_run and shutil.which("sbatch") is None:
         raise UserError("sbatch is not here: submit on a login node of the cluster, or use --dry-run")
+
+
+def check_memory(job: SlurmJob, arguments: argparse.Namespace) -> None:
+    """Refuse a plan that will not fit ``--gpu``, with what it needs. Raises DoesNotFit."""
+    from launcher.estimate import estimate
+    from launcher.plan import DEFAULT_MODEL
+    from models.errors import DoesNotFit
+
+    arguments = _separate_partitions(arguments)
+    planned, capacity_bytes = estimate(
+        argparse.Namespace(
+            config=arguments.config,
+            model=arguments.model or DEFAULT_MODEL,
+            partition=arguments.partition,
+            pipeline=arguments.pipeline,
+            world_size=job.world_size,
+            gpu=arguments.gpu,
+            gpus_per_node=job.gpus_per_node or None,
+            memory=None,
+        )
+    )
+    if planned.over_bytes:
+        worst = planned.prediction.worst
+        raise DoesNotFit(
+            f"this plan needs {planned.needed_bytes / 2**30:.1f} GiB on {worst.device} and {arguments.gpu} has "
+            f"{capacity_bytes / 2**30:.1f} GiB; find one that fits: vlfit plan --model "
+            f"{shlex.quote(arguments.model or DEFAULT_MODEL)} --gpu {shlex.quote(arguments.gpu)} "
+            f"--gpus-per-node {max(1, job.gpus_per_node)} --nodes {job.nodes} --global-batch "
+            f"{planned.choices['global_batch_size']}"
+        )
 
 
 def submit(script: str) -> str:

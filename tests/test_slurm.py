@@ -12,7 +12,7 @@ from launcher.commands import submit as command
 from launcher.rendezvous import choose_address, choose_port
 from launcher.slurm import SlurmJob, directive, render, seconds_of
 from launcher.slurm_examples import EXAMPLES, render_examples, write_examples
-from models.errors import UserError
+from models.errors import DoesNotFit, UserError
 
 SCRIPTS = Path(__file__).parents[1] / "slurm"
 JOB = SlurmJob(
@@ -180,6 +180,18 @@ def test_batch_arithmetic_is_checked_for_nodes_times_gpus(tmp_path):
     arguments = parse("--dry-run", f"--config={config}", "--nodes=3", "--gpus-per-node=4")
     with pytest.raises(UserError, match="12"):
         submission.check(submission.job_from_arguments(arguments), arguments)
+
+
+def test_plan_that_does_not_fit_the_gpu_is_refused_before_the_queue():
+    words = ["--dry-run", "--config=ds_configs/bf16.json", "--gpus-per-node=1"]
+    small = parse(*words, "--gpu=A100-40", "--model=demo")
+    submission.check(submission.job_from_arguments(small), small)
+    large = parse(*words, "--gpu=T4", "--model=bert_vit_large")
+    large.config = "ds_configs/fp32.json"
+    with pytest.raises(
+        DoesNotFit, match=r"needs \d+\.\d GiB .* T4 has .*vlfit plan --model bert_vit_large --gpu T4"
+    ):
+        submission.check(submission.job_from_arguments(large), large)
 
 
 def test_rank_0_is_never_at_a_loopback_address_of_several_nodes():
