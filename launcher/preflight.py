@@ -134,6 +134,23 @@ def run(
     return everyone
 
 
+def run_alone() -> int:
+    """The checks without a run (``vlfit doctor --nodes``), by every rank of a launcher; gives 0."""
+    import torch.distributed as dist
+
+    from launcher.devices import claim_devices
+    from launcher.process_group import start_process_group
+
+    distributed = Distributed.from_environment(os.environ)
+    (device,) = claim_devices(None, distributed, 1)
+    start_process_group(distributed, device)
+    try:
+        run(distributed, device=str(device))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
 def collect(
     distributed: Distributed, *, device: str, plan: str = "", data: str = "", output: str | Path = "."
 ) -> Facts:

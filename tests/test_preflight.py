@@ -102,3 +102,13 @@ def test_refusal_says_what_to_exclude(monkeypatch):
     )
     with pytest.raises(UserError, match="--exclude=n7"):
         preflight.run(Distributed.from_environment({}), device="cpu", say=lambda line: None)
+
+
+def test_doctor_compares_the_nodes_of_a_launch():
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "launcher"]
+    done = subprocess.run(
+        [sys.executable, *launch, "doctor", "--nodes"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("preflight: 2 ranks on 1 node(s)") == 1
+    assert "all-reduce of 16 MiB in" in done.stdout
