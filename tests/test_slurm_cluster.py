@@ -189,6 +189,31 @@ def test_an_interrupted_run_saves_is_requeued_and_ends_as_if_nothing_was(slurm_c
     assert lines[-1]["loss"] == pytest.approx(reference[-1]["loss"], abs=1e-6)
 
 
+@pytest.mark.slow  # SLURM holds a requeued job back
+def test_train_py_is_requeued_and_ends_as_if_nothing_was(slurm_cluster, work, tiny_spec_file, tiny_data):  # noqa: F811
+    config = work / "c.json"
+    config.write_text(
+        json.dumps({"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    )
+    steps = 300
+    train = [f"--config={config}", f"--model={tiny_spec_file}", f"--data={tiny_data}"]
+    train += [f"--steps={steps}", "--seed=1", "--no-eval", "--device=cpu", "--workers=1"]
+    job_id = submit(slurm_cluster, job_of(nodes=2, program=(TRAIN,), train=tuple(train)), work)
+    wait_for_step(work, job_id, 3)
+    slurm_cluster.run("scancel", "--signal=USR2", "--batch", job_id)
+    slurm_cluster.wait_for_restart(job_id)
+    slurm_cluster.wait(job_id, seconds=120)
+    log = log_of(work, job_id)
+    fields = slurm_cluster.job(job_id)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log
+    assert "SIGUSR2: saving after step" in log and "saved; requeued" in log and "resuming after step" in log
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN]
+    subprocess.run([*torchrun, *train, "--output=reference"], cwd=work, check=True, capture_output=True)
+    ours, theirs = metrics(work / "run"), metrics(work / "reference")
+    assert [m["step"] for m in ours] == list(range(1, steps + 1))
+    assert [(m["loss"], m["samples"]) for m in ours] == [(m["loss"], m["samples"]) for m in theirs]
+
+
 def test_a_requeued_array_task_leaves_its_siblings_alone(slurm_cluster, work):  # noqa: F811
     job = job_of(
         steps=60,
