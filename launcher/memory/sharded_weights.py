@@ -18,6 +18,7 @@ One rank gathers nothing: its part is the parameter. Gloo's collectives copy wha
 ProcessGroupGloo.cpp: ``AsyncAllgatherWork``, ``reduce_scatter_tensor_coalesced``); NCCL's do not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.memory.ledger import Ledger
@@ -47,7 +48,7 @@ class ShardedWeights:
         self.width = element_bytes(strategy)
         self.states = OPTIMIZER_STATES.get(strategy.optimizer, 2)
         self.gloo = strategy.device_type == "cpu"
-        self.communicated = 2 if strategy.precision.startswith("autocast") else self.width
+        self.autocast = strategy.precision.startswith("autocast")
         self.elements = {(name, index): size for name, index, size, _ in parameters.all}
         self.trained = set(parameters.trained_keys)
         self.persistent = {
@@ -61,9 +62,14 @@ class ShardedWeights:
         self.groups: dict[Key, Gathered] = {}
         self.queue: list[Key] = []
         self.available = 0
-        self.bucket: list[Key] = []
+        self.buckets: dict[int, list[Key]] = {2: [], 4: []}
+        """By the bytes of an element on its way; under autocast both are used."""
         self.uses: list[str] = []
         self.place = 0
+
+    def _communicated(self, key: Key) -> int:
+        """Bytes of an element on its way between ranks: 2 under autocast for what modules compute in 16 bits."""
+        return 2 if self.autocast and key in self.parameters.lowered else self.width
 
     def _part(self, elements: int) -> int:
         """Elements of a parameter on one rank, padding included."""
@@ -109,7 +115,7 @@ class ShardedWeights:
 
     def _bucket_bytes(self) -> int:
         """Of the size of the JSON, however small the model: one for each type that gradients are reduced in."""
-        kinds = {self.communicated, self.width}
+        kinds = {self._communicated(key) for key in self.trained}
         return sum(kinds) * self.zero.reduce_bucket_size
 
     def _gather_persistent(self) -> None:
@@ -125,6 +131,7 @@ class ShardedWeights:
         self.place = 0
         self.queue = [key for name in self.uses for key in self.of[name]]
         self.available = 0
+        self._prefetch(calls=1)  # by the module that holds the layers
 
     def before_forward(self, layer: str) -> None:
         self._use(layer)
@@ -138,45 +145,47 @@ class ShardedWeights:
     def _use(self, layer: str) -> None:
         """Wait for a layer's parameters, and fetch those of the next."""
         self.place += 1
-        needed = [key for key in self.of[layer] if key not in self.live]
-        self._fetch([key for key in needed if key not in self.groups])
-        for key in needed:
+        keys = self.of[layer]
+        self._fetch([key for key in keys if key not in self.live and key not in self.groups])
+        for key in keys:
             self._wait(key)
         del self.queue[: len(self.of[layer])]
         self._prefetch()
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, calls: int | None = None) -> None:
+        """Fetch ahead; ``calls``: of so many modules only."""
         ahead: list[Key] = []
         size = 0
+        groups: list[int] = []
         for key in self.queue:
-            if self.available >= self.zero.max_live_parameters:
+            if self.available >= self.zero.max_live_parameters or len(groups) == calls:
                 break
             if key in self.live or key in self.groups or key in ahead:
                 continue
             ahead.append(key)
             size += self.elements[key]
-            self.available += self.elements[key]
             if size >= self.zero.prefetch_bucket_size:
-                self._fetch(ahead, counted=True)
+                groups.append(self._fetch(ahead, groups))
                 ahead, size = [], 0
-        self._fetch(ahead, counted=True)
+        self._fetch(ahead, groups)
 
-    def _fetch(self, keys: list[Key], counted: bool = False) -> None:
+    def _fetch(self, keys: list[Key], others: Sequence[int] = ()) -> int:
+        """Gather parameters as one group, while ``others`` (bytes of groups) are on their way; gives its bytes."""
         if not keys:
-            return
-        if not counted:
-            self.available += sum(self.elements[key] for key in keys)
+            return 0
+        self.available += sum(self.elements[key] for key in keys)
         if self.world == 1 and not self.zero.offload_param:
             self.live.update(dict.fromkeys(keys, 0))
-            return
-        width = min(self.width, self.communicated)
-        size = sum(self._part(self.elements[key]) * self.world * width for key in keys)
+            return 0
+        size = sum(self._part(self.elements[key]) * self.world * self._communicated(key) for key in keys)
         self.ledger.add("communication", size)
-        if self.gloo:
-            self.ledger.spike("communication", size)
+        if self.gloo and self.world > 1:
+            # Two threads run collectives; one more lets go of its copy as the next begins.
+            self.ledger.spike("communication", size + sum(others[-2:]))
         group = Gathered(set(keys), size)
         for key in keys:
             self.groups[key] = group
+        return size
 
     def _wait(self, key: Key) -> None:
         group = self.groups.get(key)
@@ -216,41 +225,39 @@ class ShardedWeights:
         key = (layer, index)
         self.ledger.add("gradients", size)
         elements = self.elements[key]
-        if self.bucket and self._filled() + elements > self.zero.reduce_bucket_size:
-            self._reduce()
-        self.bucket.append(key)
+        bucket = self.buckets[self._communicated(key)]
+        if bucket and self._filled(bucket) + elements > self.zero.reduce_bucket_size:
+            self._reduce(bucket)
+        bucket.append(key)
         if elements <= self.zero.reduce_bucket_size:
             self.ledger.add("gradients", -size)
 
     def after_layer(self, layer: str) -> None:
         self._release(layer)
 
-    def _filled(self) -> int:
-        return sum(self.elements[key] for key in self.bucket)
+    def _filled(self, bucket: list[Key]) -> int:
+        return sum(self.elements[key] for key in bucket)
 
-    def _reduce(self) -> None:
+    def _reduce(self, bucket: list[Key]) -> None:
         """Put the bucket together rank by rank, reduce and scatter it."""
-        if not self.bucket:
+        if not bucket:
             return
-        single = len(self.bucket) == 1 and self.elements[self.bucket[0]] % self.world == 0
-        width = self.communicated
-        flat = sum(self._part(self.elements[key]) * self.world for key in self.bucket)
-        cast = width * self._filled() if width != self.width else 0
-        self.ledger.add("communication", cast)
-        if not single:
-            self.ledger.add("communication", width * flat)
-        if self.gloo and self.world > 1:
-            self.ledger.spike("communication", width * flat)
-        if width != self.width:
-            self.ledger.spike("communication", self.width * flat // self.world)
-        self.ledger.add("communication", -cast - (0 if single else width * flat))
-        for key in self.bucket:
+        width = self._communicated(bucket[0])
+        flat = width * self.world * sum(self._part(self.elements[key]) for key in bucket)
+        cast = width * self._filled(bucket) if width != self.width else 0
+        one = len(bucket) == 1 and self.elements[bucket[0]] % self.world == 0
+        whole = cast + (0 if one else flat)
+        copied = flat if self.gloo and self.world > 1 else 0
+        parts = self.width * flat // (width * self.world) if cast else 0
+        self.ledger.spike("communication", whole + max(copied, parts))
+        for key in bucket:
             if self.elements[key] > self.zero.reduce_bucket_size:
                 self.ledger.add("gradients", -self.width * self.elements[key])
-        self.bucket.clear()
+        bucket.clear()
 
     def after_backward(self, boundary: bool) -> None:
-        self._reduce()
+        for bucket in self.buckets.values():
+            self._reduce(bucket)
 
     def step(self) -> None:
         self.ledger.begin("step", "optimizer")

@@ -44,9 +44,11 @@ class LayerRow:
     backward: Cost
     plain: Trace | None = None
     recomputed: Trace | None = None
+    lowered: tuple[bool, ...] = ()
+    """Which parameters DeepSpeed's torch_autocast gathers and reduces in 16 bits."""
 
     @classmethod
-    def of(cls, kind: str, plain: Trace, recomputed: Trace) -> "LayerRow":
+    def of(cls, kind: str, plain: Trace, recomputed: Trace, lowered: tuple[bool, ...] = ()) -> "LayerRow":
         """Sum up two traces."""
         made = sum(size for size, origin in zip(plain.outputs, plain.passes, strict=True) if origin < 0)
         return cls(
@@ -63,6 +65,7 @@ class LayerRow:
             backward=plain.backward_work,
             plain=plain,
             recomputed=recomputed,
+            lowered=lowered,
         )
 
     def trace(self, recompute: bool) -> Trace:
@@ -133,7 +136,12 @@ def layer_table(
 
     traced = cached("layers", key, trace)
     distinct = [
-        LayerRow.of(row["kind"], Trace.from_json(row["plain"]), Trace.from_json(row["recomputed"]))
+        LayerRow.of(
+            row["kind"],
+            Trace.from_json(row["plain"]),
+            Trace.from_json(row["recomputed"]),
+            tuple(row.get("lowered", ())),
+        )
         for row in traced["rows"]
     ]
     return LayerTable(
@@ -232,7 +240,14 @@ def _trace_model(
                         )
                     )
                 found[key] = len(traced)
-                traced.append({"kind": name, "plain": both[0].as_json(), "recomputed": both[1].as_json()})
+                traced.append(
+                    {
+                        "kind": name,
+                        "plain": both[0].as_json(),
+                        "recomputed": both[1].as_json(),
+                        "lowered": _lowered(layer),
+                    }
+                )
             index[name] = found[key]
             receives = tuple(traced[index[name]]["plain"]["sends"])
         traced.append({"kind": "loss", "plain": loss_trace.as_json(), "recomputed": loss_trace.as_json()})
@@ -264,6 +279,15 @@ def _representative(name: str, spec: ModelSpec) -> str:
     if not number.isdigit():
         return name
     return f"{stem}.{1 if stem == 'image.block' and int(number) and spec.image.drop_path else 0}"
+
+
+def _lowered(layer: Any) -> list[bool]:
+    """Parameters of the modules that deepspeed/runtime/torch_autocast.py (0.19.8) takes for safe in 16 bits."""
+    from torch import nn
+
+    safe = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    of_safe = {id(p) for m in layer.modules() if type(m) in safe for p in m.parameters(recurse=False)}
+    return [id(parameter) in of_safe for parameter in layer.parameters()]
 
 
 def _make_fake(layer: Any, dtype: Any) -> None:

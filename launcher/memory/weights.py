@@ -91,6 +91,9 @@ class Parameters:
             self.of[name] = list(zip(row.parameters, flags, strict=True))
             for index, (elements, trained) in enumerate(self.of[name]):
                 self.all.append((name, index, elements, trained))
+        self.lowered = {
+            (name, index) for name in names for index, flag in enumerate(table.layers[name].lowered) if flag
+        }
         self.elements = sum(elements for _, _, elements, _ in self.all)
         self.largest_of_all = max((elements for _, _, elements, _ in self.all), default=0)
         self.trained = [elements for _, _, elements, flag in self.all if flag]
