@@ -29,6 +29,7 @@ from launcher.engines.deepspeed_state import (
     write_tensors,
 )
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
+from launcher.engines.finite import poisoned, skip_what_is_not_finite
 from launcher.engines.update_state import UpdateState, deepspeed_update_state
 from models.layer import Layer, set_autocast
 from models.losses import Objectives
@@ -74,6 +75,7 @@ class DeepSpeedPipeEngine:
             config=settings,
         )[0]
         _correct(self.deepspeed)
+        skip_what_is_not_finite(self.deepspeed)
 
     def train_step(self, batches: Sequence[MicroBatch]) -> StepResult:
         """See ``Engine.train_step``; DeepSpeed divides by the number of micro-batches and of replicas."""
@@ -102,7 +104,7 @@ class DeepSpeedPipeEngine:
         *targets, weight = labels
         found = self.objectives(outputs, tuple(targets))
         self.losses.add(found, float(weight))
-        return found.total * weight * missing_scale(self.deepspeed)
+        return poisoned(found.total) * weight * missing_scale(self.deepspeed)
 
     @torch.no_grad()
     def evaluate(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

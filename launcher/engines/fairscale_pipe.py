@@ -7,6 +7,7 @@ the whole mini-batch, however many chunks it was split into.
 
 import contextlib
 import gc
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from launcher.config.training import TrainingConfig
 from launcher.distributed import Distributed
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
+from launcher.engines.finite import poisoned
 from launcher.engines.update_state import Fragment, UpdateState
 from models.errors import UserError
 from models.layer import Layer, named_tensors, set_autocast
@@ -73,6 +75,7 @@ class FairScalePipeEngine:
             init_scale=scale.initial if scale else 1.0,
             growth_interval=scale.window if scale else 1,
         )
+        self.lowest_scale = scale.minimum if scale else 0.0
 
     def train_step(self, batches: Sequence[MicroBatch]) -> StepResult:
         """See ``Engine.train_step``; gradients are averaged over ranks at the last micro-batch only."""
@@ -85,7 +88,7 @@ class FairScalePipeEngine:
                 outputs = self.model(self._enter(batch.state))
                 targets = tuple(tensor.to(self.devices[-1]) for tensor in batch.targets)
                 found = self.objectives(outputs, targets)
-                self.scaler.scale(found.total * batch.weight / len(batches)).backward()
+                self.scaler.scale(poisoned(found.total) * batch.weight / len(batches)).backward()
             losses.add(found, batch.weight)
         overflow, norm = self._update()
         return losses.result(
@@ -166,10 +169,12 @@ class FairScalePipeEngine:
         clip = self.config.gradient_clipping or float("inf")
         # After DistributedDataParallel every rank has the same gradients, so the norm is the same, too.
         norm = float(nn.utils.clip_grad_norm_(parameters, clip))
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        overflow = not math.isfinite(norm)
+        if not overflow:
+            self.scaler.step(self.optimizer)
         self.scaler.update()
-        overflow = self.scaler.is_enabled() and self.scaler.get_scale() < before
+        if self.scaler.is_enabled() and self.scaler.get_scale() < self.lowest_scale:
+            self.scaler.update(self.lowest_scale)  # torch's scaler knows no minimum
         if self.scheduler is not None and not overflow:
             self.scheduler.step()
         self.pipe.zero_grad(set_to_none=True)

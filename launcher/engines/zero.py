@@ -17,6 +17,7 @@ from launcher.engines.deepspeed_state import (
     write_tensors,
 )
 from launcher.engines.engine import MicroBatch, StepLosses, StepResult
+from launcher.engines.finite import poisoned, skip_what_is_not_finite
 from launcher.engines.update_state import UpdateState, deepspeed_update_state
 from models.layer import Layer, set_autocast
 from models.losses import Objectives
@@ -54,6 +55,7 @@ class ZeroEngine:
             model_parameters=[parameter for parameter in network.parameters() if parameter.requires_grad],
             config=config.deepspeed,
         )[0]
+        skip_what_is_not_finite(self.deepspeed)
 
     def train_step(self, batches: Sequence[MicroBatch]) -> StepResult:
         """See ``Engine.train_step``; DeepSpeed divides by the number of micro-batches and of ranks."""
@@ -63,7 +65,7 @@ class ZeroEngine:
         losses = StepLosses(self.objectives, engine.device)
         for batch in batches:
             found = self.objectives(engine(batch.state), batch.targets)
-            engine.backward(found.total * batch.weight * missing_scale(engine))
+            engine.backward(poisoned(found.total) * batch.weight * missing_scale(engine))
             engine.step()
             losses.add(found, batch.weight)
         return losses.result(
