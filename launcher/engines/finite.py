@@ -28,7 +28,7 @@ def poisoned(loss: Tensor) -> Tensor:
 def skip_what_is_not_finite(engine: Any) -> None:
     """Make a DeepSpeed engine skip such a step, and say so in ``engine.optimizer.overflow``."""
     optimizer = engine.optimizer
-    scaler = getattr(optimizer, "loss_scaler", None)
+    scaler: Any = getattr(optimizer, "loss_scaler", None)
     if hasattr(scaler, "raise_error_at_min_scale"):
         scaler.raise_error_at_min_scale = False  # the run stops with advice: launcher.skipped_steps
     if getattr(optimizer, "dtype", None) is torch.bfloat16 and hasattr(optimizer, "check_grad_overflow"):
