@@ -1,5 +1,6 @@
 """The schedule simulator: from a strategy and its layer table to a timeline of allocated bytes per device."""
 
+from launcher.memory.all_forward_first import computed, predict_all_forward_first
 from launcher.memory.flat_weights import FlatWeights
 from launcher.memory.ledger import Ledger
 from launcher.memory.one_f_one_b import predict_one_f_one_b
@@ -14,6 +15,8 @@ from launcher.memory.weights import Parameters, Weights, WholeWeights
 def predict(strategy: Strategy, table: LayerTable | None = None) -> Prediction:
     """Give the memory of a strategy; the table is traced (or read from the cache) where none is given."""
     table = table or table_of(strategy)
+    if strategy.engine == "fairscale":
+        return predict_all_forward_first(strategy, table)
     if strategy.engine == "deepspeed":
         return predict_one_f_one_b(strategy, table)
     return Prediction((_one_rank(strategy, table),))
@@ -21,6 +24,8 @@ def predict(strategy: Strategy, table: LayerTable | None = None) -> Prediction:
 
 def table_of(strategy: Strategy) -> LayerTable:
     """The layer table that a strategy needs."""
+    if strategy.engine == "fairscale":
+        strategy = computed(strategy)
     return layer_table(
         strategy.spec,
         precision=strategy.precision,
