@@ -116,6 +116,7 @@ class PipeWeights(AlwaysThere):
         self.ledger, self.parameters, self.strategy = ledger, parameters, strategy
         self.states = OPTIMIZER_STATES.get(strategy.optimizer, 2)
         self.gradients: set[tuple[str, int]] = set()
+        self.summed: dict[tuple[str, int], int] = {}
 
     def load(self) -> None:
         self.ledger.begin("load", "model")
@@ -130,9 +131,16 @@ class PipeWeights(AlwaysThere):
         self.ledger.add("optimizer state", 4 * self.states * -(-trained // share))
 
     def on_gradient(self, layer: str, index: int, size: int) -> None:
-        if (layer, index) not in self.gradients:
-            self.gradients.add((layer, index))
+        """The chunks are one graph: autograd sums a parameter's gradients up before any of them reaches ``.grad``."""
+        key = (layer, index)
+        self.summed[key] = self.summed.get(key, 0) + 1
+        if self.summed[key] == 1:
             self.ledger.add("gradients", size)
+        if self.summed[key] == self.strategy.chunks:
+            del self.summed[key]
+            if key in self.gradients:  # added to what earlier micro-batches left
+                self.ledger.add("gradients", -size)
+            self.gradients.add(key)
 
     def after_backward(self, boundary: bool) -> None:
         pass
