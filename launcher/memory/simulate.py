@@ -65,7 +65,9 @@ def _one_rank(strategy: Strategy, table: LayerTable) -> DevicePrediction:
 
 def _weights(ledger: Ledger, parameters: Parameters, strategy: Strategy) -> Weights:
     if strategy.zero.stage in (1, 2):
-        return FlatWeights(ledger, parameters, strategy, rank=strategy.data_world - 1)
+        # The rank that needs most: stage 2 gets its gradients from the last layers on, stage 1 from the first.
+        worst = strategy.data_world - 1 if strategy.zero.stage == 2 else 0
+        return FlatWeights(ledger, parameters, strategy, rank=worst)
     if strategy.zero.stage == 3:
         return ShardedWeights(ledger, parameters, strategy, strategy.layers)
     return WholeWeights(ledger, parameters, strategy)
