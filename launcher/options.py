@@ -58,9 +58,6 @@ def add_train_options(parser: argparse.ArgumentParser, config_required: bool = T
 
     fitting = parser.add_argument_group("fitting")
     fitting.add_argument(
-        "--fit", choices=("auto", "none"), help="auto: halve the micro-batch when out of memory"
-    )
-    fitting.add_argument(
         "--batch-memory",
         metavar="SIZE",
         help="bytes that a micro-batch may take, such as 2GiB, or auto: rows by length",

@@ -47,11 +47,12 @@ def train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     """Build the plan, the layers, the data and the engine; then loop."""
     from launcher.distributed import Distributed
     from launcher.opening import open_session
+    from launcher.out_of_memory import out_of_memory_explained
 
     keep_others_from_writing()
     distributed = Distributed.from_environment(os.environ)
-    with stop:
-        session = open_session(arguments, distributed, stop)
+    with stop, out_of_memory_explained() as watch:
+        watch.session = session = open_session(arguments, distributed, stop)
         try:
             started = time.perf_counter()
             batches = session.batches()
