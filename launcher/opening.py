@@ -42,6 +42,8 @@ from models.layer import set_recompute
 from models.losses import Objectives
 from models.spec import load_spec
 
+DEFAULT_MAX_SKIPPED = 10
+
 
 def open_session(arguments: argparse.Namespace, distributed: Distributed, stop: StopRequest) -> Session:
     """Read and check everything before the expensive parts start. Raises UserError and DataError."""
@@ -150,6 +152,7 @@ def open_session(arguments: argparse.Namespace, distributed: Distributed, stop: 
         checkpoints=checkpoints,
         interval=Interval(arguments.save_every),
         save_required=arguments.save_required,
+        max_skipped=arguments.max_skipped or DEFAULT_MAX_SKIPPED,
         stop=stop,
         resources=resources,
     )

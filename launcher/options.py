@@ -49,6 +49,12 @@ def add_train_options(parser: argparse.ArgumentParser, config_required: bool = T
     saving.add_argument("--keep", type=_positive, metavar="N", help="checkpoints to keep")
     saving.add_argument("--save-required", action="store_true", help="end the run when a save fails")
     saving.add_argument(
+        "--max-skipped",
+        type=_positive,
+        metavar="K",
+        help="end the run after K steps in a row whose loss or gradients are not finite (default 10)",
+    )
+    saving.add_argument(
         "--allow-change",
         action="append",
         default=[],

@@ -17,6 +17,7 @@ from launcher.checkpoint.interval import Interval
 from launcher.console import Console
 from launcher.data.batches import Plan
 from launcher.data.loader import Loader
+from launcher.data.order import DataPosition
 from launcher.data.store import Store
 from launcher.distributed import Distributed
 from launcher.engines.engine import Engine, MicroBatch, StepResult
@@ -27,6 +28,7 @@ from launcher.memory.measure import MemoryMeter
 from launcher.plan import TrainPlan
 from launcher.run_directory import RunDirectory
 from launcher.signals import StopRequest
+from launcher.skipped_steps import why_to_stop
 from launcher.summary import closing_lines, evaluation_line, largest_by_device, sum_counts, versions
 from models.errors import EXIT_INTERRUPTED, UserError
 from models.losses import Objectives
@@ -53,6 +55,8 @@ class Session:
     checkpoints: Checkpoints
     interval: Interval
     save_required: bool
+    max_skipped: int
+    """Steps in a row that may be skipped because their numbers are not finite."""
     stop: StopRequest
     resources: contextlib.ExitStack
     """What stays open while the run lasts: the node's copy of the data."""
@@ -87,7 +91,7 @@ class Session:
         """Count a step: metrics, progress, evaluation where it is due."""
         progress = self.progress
         progress.step += 1
-        progress.position = self.data_plan.after(progress.position)
+        before, progress.position = progress.position, self.data_plan.after(progress.position)
         progress.loss_first = result.loss if progress.loss_first is None else progress.loss_first
         progress.loss_last = result.loss
         progress.skipped_steps += result.overflow
@@ -118,9 +122,19 @@ class Session:
             if warning:
                 self.console.say(f"warning: {warning}")
         self.console.step(progress.step, result, rate)
+        self._stop_over_skipped_steps(before)
         if self.eval_every and progress.step % self.eval_every == 0 and not self.finished:
             self._evaluate()
         self._save_where_due()
+
+    def _stop_over_skipped_steps(self, position: DataPosition) -> None:
+        """Raises UserError on every rank: a requeued run would only come to the same place."""
+        if not self.results[-1].overflow:
+            return
+        ids = [int(number) for batch in self.data_plan.step(position, 0, 1) for number in batch.sample_ids]
+        reason = why_to_stop(self.results, self.max_skipped, self.plan.config.loss_scale, ids)
+        if reason is not None:
+            raise UserError(f"step {self.progress.step}: {reason}")
 
     def _save_where_due(self) -> None:
         """Save at the interval, and on a signal to any rank; then the run is to end."""
