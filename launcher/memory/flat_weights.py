@@ -19,6 +19,7 @@ from launcher.memory.weights import (
     OPTIMIZER_STATES,
     AlwaysThere,
     Parameters,
+    build_model,
     element_bytes,
     optimizer_temporary,
 )
@@ -56,10 +57,7 @@ class FlatWeights(AlwaysThere):
         return self.zero.offload_optimizer
 
     def load(self) -> None:
-        self.ledger.begin("load", "model")
-        self.ledger.add("parameters", 4 * self.parameters.elements)
-        if self.width == 2:
-            self.ledger.run("parameters", 2 * self.parameters.largest_of_all, -2 * self.parameters.elements)
+        build_model(self.ledger, self.parameters, self.width)
 
     def initialise(self) -> None:
         self.ledger.begin("initialise", "optimizer")

@@ -23,7 +23,13 @@ from dataclasses import dataclass
 
 from launcher.memory.ledger import Ledger
 from launcher.memory.strategy import Strategy
-from launcher.memory.weights import OPTIMIZER_STATES, Parameters, element_bytes, optimizer_temporary
+from launcher.memory.weights import (
+    OPTIMIZER_STATES,
+    Parameters,
+    build_model,
+    element_bytes,
+    optimizer_temporary,
+)
 
 Key = tuple[str, int]
 """A parameter: layer and index."""
@@ -86,10 +92,7 @@ class ShardedWeights:
         return state + (self.width * self.owned if self.zero.offload_param else 0)
 
     def load(self) -> None:
-        self.ledger.begin("load", "model")
-        self.ledger.add("parameters", 4 * self.parameters.elements)
-        if self.width == 2:
-            self.ledger.run("parameters", 2 * self.parameters.largest_of_all, -2 * self.parameters.elements)
+        build_model(self.ledger, self.parameters, self.width)
 
     def initialise(self) -> None:
         ledger, width = self.ledger, self.width

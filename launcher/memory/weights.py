@@ -107,6 +107,14 @@ def element_bytes(strategy: Strategy) -> int:
     return 2 if strategy.precision in ("fp16", "bf16") else 4
 
 
+def build_model(ledger: Ledger, parameters: Parameters, width: int) -> None:
+    """The model is built in fp32; ``width`` 2: and cast to 16 bits, one parameter after the other."""
+    ledger.begin("load", "model")
+    ledger.add("parameters", 4 * parameters.elements)
+    if width == 2:
+        ledger.run("parameters", 2 * parameters.largest_of_all, -2 * parameters.elements)
+
+
 def optimizer_temporary(strategy: Strategy, sizes: list[int]) -> int:
     """Bytes that torch's or DeepSpeed's optimizer needs for a moment to update fp32 tensors of these sizes.
 
@@ -146,10 +154,7 @@ class WholeWeights(AlwaysThere):
         self.gradients: set[tuple[str, int]] = set()
 
     def load(self) -> None:
-        self.ledger.begin("load", "model")
-        self.ledger.add("parameters", 4 * self.parameters.elements)
-        if self.width == 2:
-            self.ledger.run("parameters", 2 * self.parameters.largest_of_all, -2 * self.parameters.elements)
+        build_model(self.ledger, self.parameters, self.width)
 
     def initialise(self) -> None:
         trained = self.parameters.trained_elements
