@@ -8,17 +8,32 @@ So every stage keeps the activations of all chunks at once. From fairscale/nn/pi
 the batch (``microbatch.scatter``); a stage on another device copies what it takes over (``copy.Copy``), one on the
 same device does not; ``microbatch.gather`` puts the outputs together once more. Weights are fp32 under every
 precision, for the engine trains under autocast.
+
+On the CPU ``worker.create_workers`` makes one thread for all stages (it drops the device's index), so nothing overlaps,
+and autograd runs in the calling thread, newest node first. Until its next task the thread keeps what the last task
+took and gave (the variables of ``worker.worker``), and the engine the gathered outputs: both outlive the step.
+``pipeline.depend`` orders the chunks by their slot 0 alone, and behind the last stage there is no ``Wait`` that binds
+the other slots to it. So their share of the backward pass runs for all chunks first:
+
+    losses ─► ITC features, chunk 3 2 1 0 ─► MLM logits, chunk 3 2 1 0 ─► B3 of the last stage …
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 
 from launcher.memory.ledger import Ledger
 from launcher.memory.prediction import DevicePrediction, Prediction
-from launcher.memory.schedule import Held, Passage, run_loss
+from launcher.memory.schedule import Held, Passage, Step, run_loss
 from launcher.memory.strategy import Strategy
-from launcher.memory.table import LayerTable
+from launcher.memory.table import LayerTable, layer_table
 from launcher.memory.weights import OPTIMIZER_STATES, AlwaysThere, Parameters, optimizer_temporary
+from models.spec import ModelSpec
+
+Key = tuple[str, int]
+"""A parameter: layer and index."""
+Kept = list[tuple[Passage, list[Held]]]
+"""What outlives a micro-batch, with the passage whose ledger counts it."""
 
 
 def computed(strategy: Strategy) -> Strategy:
@@ -31,12 +46,16 @@ def computed(strategy: Strategy) -> Strategy:
 def predict_all_forward_first(strategy: Strategy, table: LayerTable) -> Prediction:
     """Give the memory of each stage's device; on the CPU all stages share one process, and so one ledger."""
     strategy = computed(strategy)
+    # torch.chunk makes chunks of equal size, and fewer than asked for where they do not come out even.
+    strategy = replace(strategy, chunks=-(-strategy.micro_batch_size // strategy.rows))
+    tables = _tables(strategy, table)
+    share = _largest_share(Parameters(table, strategy.layers), strategy)
     stages = [strategy.layers[first:end] for first, end in pairwise(strategy.stage_bounds)]
     shared = strategy.device_type == "cpu"
     ledgers = [Ledger()] if shared else [Ledger() for _ in stages]
     groups = [strategy.layers] if shared else stages
     weights = [
-        PipeWeights(ledger, Parameters(table, names), strategy)
+        PipeWeights(ledger, Parameters(table, names), strategy, share)
         for ledger, names in zip(ledgers, groups, strict=True)
     ]
     for one in weights:
@@ -44,11 +63,11 @@ def predict_all_forward_first(strategy: Strategy, table: LayerTable) -> Predicti
         one.initialise()
     for ledger in ledgers:
         ledger.begin("forward", "inputs")
-    chunks = strategy.chunks
-    size = strategy.accumulation_steps * (chunks * sum(table.input_bytes) + table.target_bytes)
-    ledgers[0].add("inputs", size)
+    inputs = sum(table.input_bytes) * strategy.micro_batch_size // table.rows_per_pass
+    ledgers[0].add("inputs", strategy.accumulation_steps * (inputs + table.target_bytes))
+    kept: Kept = []
     for number in range(count := min(2, strategy.accumulation_steps)):
-        _micro_batch(strategy, table, stages, ledgers, weights)
+        kept = _micro_batch(strategy, tables, stages, ledgers, weights, kept)
         for one in weights:
             one.after_backward(boundary=number == count - 1)
     for one in weights:
@@ -61,48 +80,156 @@ def predict_all_forward_first(strategy: Strategy, table: LayerTable) -> Predicti
     )
 
 
+def _tables(strategy: Strategy, table: LayerTable) -> list[LayerTable]:
+    """The layer table of each chunk; the last chunk has the rows that are left."""
+    rows = strategy.micro_batch_size - (strategy.chunks - 1) * table.rows_per_pass
+    if rows == table.rows_per_pass:
+        return [table] * strategy.chunks
+    rest = layer_table(
+        strategy.spec,
+        precision=strategy.precision,
+        rows=rows,
+        text_length=strategy.length,
+        device_type=strategy.device_type,
+        ranks=strategy.data_world,
+        whole_rows=strategy.micro_batch_size,
+    )
+    return [table] * (strategy.chunks - 1) + [rest]
+
+
 def _micro_batch(
     strategy: Strategy,
-    table: LayerTable,
+    tables: list[LayerTable],
     stages: list[list[str]],
     ledgers: list[Ledger],
     weights: list["PipeWeights"],
-) -> None:
+    kept: Kept,
+) -> Kept:
+    """One micro-batch; ``kept`` is what the one before left behind. Gives what this one leaves."""
     chunks, last = strategy.chunks, len(stages) - 1
     passages = [
         [
             Passage(ledgers[min(stage, len(ledgers) - 1)], table.layers, strategy.recompute)
             for stage in range(last + 1)
         ]
-        for _ in range(chunks)
+        for table in tables
     ]
+    left: Kept = []
     for clock in range(chunks + last):
         for stage in range(last + 1):
             if not 0 <= clock - stage < chunks:
                 continue
             passage, before = passages[clock - stage][stage], passages[clock - stage][stage - 1]
             if not stage:
-                passage.enter(table.input_bytes, owned=False)
+                passage.enter(tables[clock - stage].input_bytes, owned=False)
             elif len(ledgers) == 1:
                 passage.state, before.state = before.state, []
             else:
                 passage.enter([held.size for held in before.state], owned=True)
                 before.leave()
+            if clock - stage == chunks - 1 and (stage == last or len(ledgers) > 1):
+                left.append(_keep(passage))  # the last task of this worker: what it took …
             passage.forward(stages[stage])
+    left.append(_keep(passages[-1][last]))  # … and gave
     end = ledgers[-1]
     end.begin("loss", "gather")
-    whole = Passage(end, table.layers, strategy.recompute)
-    whole.state = [Held(chunks * held.size) for held in passages[0][last].state]
-    for held in whole.state:
-        end.add("activations", held.size)
+    whole = Passage(end, tables[0].layers, strategy.recompute)
+    whole.enter(tables[0].loss.trace(recompute=False).inputs, owned=True)
+    left.append(_keep(whole))
     for row in passages:
         row[last].leave()
-    run_loss(end, table.loss, whole)
+    for passage, state in kept:
+        for held in state:
+            passage.let_go(held)
+    run_loss(end, tables[0].loss, whole)
+    features = [_FeatureGradients(table, stages[-1], end) for table in tables]
+    _first_slots(features, [row[last] for row in passages], weights[-1])
     for clock in range(chunks + last):
         for stage in range(last, -1, -1):
             chunk = chunks - 1 - (clock - (last - stage))
             if 0 <= chunk < chunks:
-                passages[chunk][stage].backward(weights[min(stage, len(weights) - 1)].on_gradient)
+                passages[chunk][stage].backward(
+                    weights[min(stage, len(weights) - 1)].on_gradient,
+                    features[chunk].take_over if stage == last else None,
+                )
+    return left
+
+
+def _keep(passage: Passage) -> tuple[Passage, list[Held]]:
+    for held in passage.state:
+        held.holders += 1
+    return passage, list(passage.state)
+
+
+class _FeatureGradients:
+    """The gradients that the ITC features send into both towers' outputs before anything else runs.
+
+    The features take single tokens or means, so their backward makes tensors of the full size of the towers'
+    outputs, for all chunks first where ``fusion.embed`` is in the last stage. They wait there for the rest.
+    """
+
+    def __init__(self, table: LayerTable, names: list[str], ledger: Ledger) -> None:
+        self.ledger, self.size = ledger, 0
+        if "fusion.embed" in names and table.spec.objectives.itc is not None:
+            self.size = sum(table.layers["fusion.embed"].trace(recompute=False).inputs[:2])
+
+    def make(self) -> None:
+        """Those of one chunk."""
+        self.ledger.add("activations", self.size)
+
+    def take_over(self, layer: str) -> None:
+        """The trace of ``fusion.embed`` makes them itself."""
+        if layer == "fusion.embed":
+            self.ledger.add("activations", -self.size)
+
+
+def _first_slots(features: list[_FeatureGradients], passages: list[Passage], weights: "PipeWeights") -> None:
+    """What runs for all chunks first; of the head all of it, for ITM's logits are two columns wide."""
+    ledger = passages[0].ledger
+    ledger.begin("backward", "fusion.embed")
+    for one in features:
+        one.make()
+    gathered = 0
+    for number, passage in enumerate(reversed(passages)):
+        below: list[Step] = passage.steps[:-1]
+        text = passage.steps[-1].outputs[1].size
+        passage.steps = passage.steps[-1:]
+        if number == len(passages) - 1:
+            ledger.add("activations", -gathered)
+        passage.backward(weights.on_gradient)
+        if number < len(passages) - 1:
+            # The trace frees the gradient of its chunk's logits, which is a view of the whole batch's.
+            gathered += text
+            ledger.add("activations", text)
+        passage.steps = below
+
+
+def _largest_share(parameters: Parameters, strategy: Strategy) -> set[Key]:
+    """What the rank updates that updates most.
+
+    OSS gives each parameter to the rank that has least (fairscale/optim/oss.py, ``partition_parameters``).
+    """
+    ranks = strategy.data_world if strategy.zero.stage else 1
+    sizes, shares = [0] * ranks, [set[Key]() for _ in range(ranks)]
+    for key, elements in zip(parameters.trained_keys, parameters.trained, strict=True):
+        rank = sizes.index(min(sizes))
+        shares[rank].add(key)
+        sizes[rank] += elements
+    return shares[sizes.index(max(sizes))]
+
+
+@lru_cache(maxsize=64)
+def _linear_weights(spec: ModelSpec) -> frozenset[Key]:
+    """Weights of linear layers: their gradient is a transposed view, which autograd cannot add to in place."""
+    from torch import nn
+
+    from models.build import build_layers
+
+    found = set()
+    for layer in build_layers(spec, device="meta"):
+        linear = {id(module.weight) for module in layer.modules() if isinstance(module, nn.Linear)}
+        found |= {(layer.name, i) for i, one in enumerate(layer.parameters()) if id(one) in linear}
+    return frozenset(found)
 
 
 class PipeWeights(AlwaysThere):
@@ -112,11 +239,20 @@ class PipeWeights(AlwaysThere):
     with ZeRO 1 FairScale's ``OSS`` keeps each rank's share of the optimizer state.
     """
 
-    def __init__(self, ledger: Ledger, parameters: Parameters, strategy: Strategy) -> None:
+    def __init__(self, ledger: Ledger, parameters: Parameters, strategy: Strategy, share: set[Key]) -> None:
         self.ledger, self.parameters, self.strategy = ledger, parameters, strategy
+        self.own = [
+            elements
+            for key, elements in zip(parameters.trained_keys, parameters.trained, strict=True)
+            if key in share
+        ]
+        # Under autocast, the cast back to fp32 makes a tensor of its own.
+        self.views: frozenset[Key] = (
+            _linear_weights(strategy.spec) if strategy.precision == "fp32" else frozenset()
+        )
         self.states = OPTIMIZER_STATES.get(strategy.optimizer, 2)
-        self.gradients: set[tuple[str, int]] = set()
-        self.summed: dict[tuple[str, int], int] = {}
+        self.gradients: set[Key] = set()
+        self.summed: dict[Key, int] = {}
 
     def load(self) -> None:
         self.ledger.begin("load", "model")
@@ -127,8 +263,7 @@ class PipeWeights(AlwaysThere):
         self.ledger.begin("initialise", "optimizer")
         if self.strategy.data_world > 1:
             self.ledger.add("communication", 4 * trained)
-        share = self.strategy.data_world if self.strategy.zero.stage else 1
-        self.ledger.add("optimizer state", 4 * self.states * -(-trained // share))
+        self.ledger.add("optimizer state", 4 * self.states * sum(self.own))
 
     def on_gradient(self, layer: str, index: int, size: int) -> None:
         """The chunks are one graph: autograd sums a parameter's gradients up before any of them reaches ``.grad``."""
@@ -136,6 +271,8 @@ class PipeWeights(AlwaysThere):
         self.summed[key] = self.summed.get(key, 0) + 1
         if self.summed[key] == 1:
             self.ledger.add("gradients", size)
+        elif key in self.views:
+            self.ledger.spike("gradients", 2 * size)  # this chunk's, and the sum (torch's input_buffer.cpp)
         if self.summed[key] == self.strategy.chunks:
             del self.summed[key]
             if key in self.gradients:  # added to what earlier micro-batches left
@@ -147,6 +284,6 @@ class PipeWeights(AlwaysThere):
 
     def step(self) -> None:
         self.ledger.begin("step", "optimizer")
-        self.ledger.spike("temporary", optimizer_temporary(self.strategy, self.parameters.trained))
+        self.ledger.spike("temporary", optimizer_temporary(self.strategy, self.own))
         self.ledger.add("gradients", -self.ledger.held("gradients"))
         self.gradients.clear()

@@ -97,11 +97,18 @@ def cases() -> Iterator[Case]:
             yield Case("30m", precision, "none", 8, pipeline=pipeline, ranks=ranks)
             yield Case("30m", precision, "all", 8, pipeline=pipeline, ranks=ranks)
             yield Case("demo", precision, "fusion", 16, 2, pipeline=pipeline, ranks=ranks, chunks=4)
+        first = {"pipeline": "fairscale"}
+        yield Case("demo", precision, "none", 16, ranks=2, chunks=4, **first)
+        yield Case("demo", precision, "all", 16, 3, ranks=2, zero=1, chunks=8, **first)
+        yield Case("demo", precision, "none", 16, stages=3, chunks=2, **first)
+        yield Case("demo", precision, "fusion", 16, 3, chunks=1, **first)
         one_f_one_b = {"pipeline": "deepspeed"}
         yield Case("demo", precision, "none", 16, ranks=3, stages=3, chunks=4, **one_f_one_b)
         yield Case("demo", precision, "all", 8, ranks=2, zero=1, chunks=2, bucket=300_000, **one_f_one_b)
         yield Case("demo", precision, "none", 8, 2, ranks=4, chunks=2, **one_f_one_b)
         yield Case("demo", precision, "fusion", 8, ranks=4, zero=1, chunks=1, bucket=300_000, **one_f_one_b)
+    yield Case("demo", "fp32", "none", 14, pipeline="fairscale", chunks=4)
+    yield Case("30m", "fp32", "fusion", 8, 2, pipeline="fairscale", ranks=2, zero=1)
     for rows_now, image, length in ((2, 96, 0), (16, 32, 40), (16, 64, 8), (2, 0, 64)):
         yield Case("demo", "fp32", "none", rows_now, image=image, length=length)
         yield Case("30m", "autocast", "all", rows_now, image=image * 2, length=length)
