@@ -19,7 +19,6 @@ the other slots to it. So their share of the backward pass runs for all chunks f
 """
 
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 
 from launcher.memory.ledger import Ledger
@@ -27,11 +26,15 @@ from launcher.memory.prediction import DevicePrediction, Prediction
 from launcher.memory.schedule import Held, Passage, Step, run_loss
 from launcher.memory.strategy import Strategy
 from launcher.memory.table import LayerTable, layer_table
-from launcher.memory.weights import OPTIMIZER_STATES, AlwaysThere, Parameters, optimizer_temporary
-from models.spec import ModelSpec
+from launcher.memory.weights import (
+    OPTIMIZER_STATES,
+    AlwaysThere,
+    Key,
+    Parameters,
+    build_model,
+    optimizer_temporary,
+)
 
-Key = tuple[str, int]
-"""A parameter: layer and index."""
 Kept = list[tuple[Passage, list[Held]]]
 """What outlives a micro-batch, with the passage whose ledger counts it."""
 
@@ -218,20 +221,6 @@ def _largest_share(parameters: Parameters, strategy: Strategy) -> set[Key]:
     return shares[sizes.index(max(sizes))]
 
 
-@lru_cache(maxsize=64)
-def _linear_weights(spec: ModelSpec) -> frozenset[Key]:
-    """Weights of linear layers: their gradient is a transposed view, which autograd cannot add to in place."""
-    from torch import nn
-
-    from models.build import build_layers
-
-    found = set()
-    for layer in build_layers(spec, device="meta"):
-        linear = {id(module.weight) for module in layer.modules() if isinstance(module, nn.Linear)}
-        found |= {(layer.name, i) for i, one in enumerate(layer.parameters()) if id(one) in linear}
-    return frozenset(found)
-
-
 class PipeWeights(AlwaysThere):
     """fp32 weights of some stages; see ``launcher.memory.weights.Weights``.
 
@@ -246,17 +235,15 @@ class PipeWeights(AlwaysThere):
             for key, elements in zip(parameters.trained_keys, parameters.trained, strict=True)
             if key in share
         ]
-        # Under autocast, the cast back to fp32 makes a tensor of its own.
-        self.views: frozenset[Key] = (
-            _linear_weights(strategy.spec) if strategy.precision == "fp32" else frozenset()
-        )
+        # A linear weight's gradient is a transposed view, which autograd cannot add to in place. Under autocast, the
+        # cast back to fp32 makes a tensor of its own.
+        self.views = parameters.linear_weights if strategy.precision == "fp32" else frozenset()
         self.states = OPTIMIZER_STATES.get(strategy.optimizer, 2)
         self.gradients: set[Key] = set()
         self.summed: dict[Key, int] = {}
 
     def load(self) -> None:
-        self.ledger.begin("load", "model")
-        self.ledger.add("parameters", 4 * self.parameters.elements)
+        build_model(self.ledger, self.parameters, width=4)
 
     def initialise(self) -> None:
         trained = self.parameters.trained_elements

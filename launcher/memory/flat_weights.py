@@ -18,14 +18,12 @@ from launcher.memory.strategy import Strategy
 from launcher.memory.weights import (
     OPTIMIZER_STATES,
     AlwaysThere,
+    Key,
     Parameters,
     build_model,
     element_bytes,
     optimizer_temporary,
 )
-
-Key = tuple[str, int]
-"""A parameter: layer and index."""
 
 
 class FlatWeights(AlwaysThere):

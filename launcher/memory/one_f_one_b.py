@@ -235,7 +235,7 @@ class _Stage:
             passage.state = floating
             # The trace frees the gradients from above, but their buffer stays.
             self.ledger.add("activations", _chosen(self.outputs, self.receives))
-        passage.backward(self.weights.on_gradient, self.weights.before_backward)
+        passage.backward(self.weights.on_gradient)
         passage.leave()
         slot.passage = None
 

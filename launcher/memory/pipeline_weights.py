@@ -16,9 +16,11 @@ from launcher.memory.strategy import Strategy
 from launcher.memory.weights import (
     OPTIMIZER_STATES,
     AlwaysThere,
+    Key,
     Parameters,
     Weights,
     WholeWeights,
+    build_model,
     optimizer_temporary,
 )
 
@@ -74,12 +76,10 @@ class Bf16Weights(AlwaysThere):
         align = 2 * strategy.data_world  # nccl_start_alignment_factor
         self.flat = -(-parameters.trained_elements // align) * align
         self.partition = self.flat // strategy.data_world
-        self.gradients: dict[tuple[str, int], int] = {}
+        self.gradients: dict[Key, int] = {}
 
     def load(self) -> None:
-        self.ledger.begin("load", "model")
-        self.ledger.add("parameters", 4 * self.parameters.elements)
-        self.ledger.run("parameters", 2 * self.parameters.largest_of_all, -2 * self.parameters.elements)
+        build_model(self.ledger, self.parameters, self.width)
 
     def initialise(self) -> None:
         self.ledger.begin("initialise", "optimizer")

@@ -19,20 +19,18 @@ ProcessGroupGloo.cpp: ``AsyncAllgatherWork``, ``reduce_scatter_tensor_coalesced`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launcher.memory.ledger import Ledger
 from launcher.memory.strategy import Strategy
 from launcher.memory.weights import (
     OPTIMIZER_STATES,
+    Key,
     Parameters,
     build_model,
     element_bytes,
     optimizer_temporary,
 )
-
-Key = tuple[str, int]
-"""A parameter: layer and index."""
 
 
 @dataclass
@@ -43,6 +41,14 @@ class Gathered:
     """Not used yet: the first use makes the copies, the last lets go of the buffer."""
     buffer_bytes: int
     copied: bool = False
+
+
+@dataclass
+class Bucket:
+    """Gradients that are reduced together."""
+
+    keys: list[Key] = field(default_factory=list)
+    elements: int = 0
 
 
 class ShardedWeights:
@@ -68,7 +74,7 @@ class ShardedWeights:
         self.groups: dict[Key, Gathered] = {}
         self.queue: list[Key] = []
         self.available = 0
-        self.buckets: dict[int, list[Key]] = {2: [], 4: []}
+        self.buckets: dict[int, Bucket] = {2: Bucket(), 4: Bucket()}
         """By the bytes of an element on its way; under autocast both are used."""
         self.uses: list[str] = []
         self.place = 0
@@ -229,34 +235,34 @@ class ShardedWeights:
         self.ledger.add("gradients", size)
         elements = self.elements[key]
         bucket = self.buckets[self._communicated(key)]
-        if bucket and self._filled(bucket) + elements > self.zero.reduce_bucket_size:
+        if bucket.elements + elements > self.zero.reduce_bucket_size:
             self._reduce(bucket)
-        bucket.append(key)
+        bucket.keys.append(key)
+        bucket.elements += elements
         if elements <= self.zero.reduce_bucket_size:
             self.ledger.add("gradients", -size)
 
     def after_layer(self, layer: str) -> None:
         self._release(layer)
 
-    def _filled(self, bucket: list[Key]) -> int:
-        return sum(self.elements[key] for key in bucket)
-
-    def _reduce(self, bucket: list[Key]) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
         """Put the bucket together rank by rank, reduce and scatter it."""
-        if not bucket:
+        keys = bucket.keys
+        if not keys:
             return
-        width = self._communicated(bucket[0])
-        flat = width * self.world * sum(self._part(self.elements[key]) for key in bucket)
-        cast = width * self._filled(bucket) if width != self.width else 0
-        one = len(bucket) == 1 and self.elements[bucket[0]] % self.world == 0
+        width = self._communicated(keys[0])
+        flat = width * self.world * sum(self._part(self.elements[key]) for key in keys)
+        cast = width * bucket.elements if width != self.width else 0
+        one = len(keys) == 1 and bucket.elements % self.world == 0
         whole = cast + (0 if one else flat)
         copied = flat if self.gloo and self.world > 1 else 0
         parts = self.width * flat // (width * self.world) if cast else 0
         self.ledger.spike("communication", whole + max(copied, parts))
-        for key in bucket:
+        for key in keys:
             if self.elements[key] > self.zero.reduce_bucket_size:
                 self.ledger.add("gradients", -self.width * self.elements[key])
-        bucket.clear()
+        keys.clear()
+        bucket.elements = 0
 
     def after_backward(self, boundary: bool) -> None:
         for bucket in self.buckets.values():

@@ -44,11 +44,11 @@ class LayerRow:
     backward: Cost
     plain: Trace | None = None
     recomputed: Trace | None = None
-    lowered: tuple[bool, ...] = ()
-    """Which parameters DeepSpeed's torch_autocast gathers and reduces in 16 bits."""
+    owners: tuple[str, ...] = ()
+    """Of each parameter its module's class and its name there, such as ``Linear.weight``."""
 
     @classmethod
-    def of(cls, kind: str, plain: Trace, recomputed: Trace, lowered: tuple[bool, ...] = ()) -> "LayerRow":
+    def of(cls, kind: str, plain: Trace, recomputed: Trace, owners: tuple[str, ...] = ()) -> "LayerRow":
         """Sum up two traces."""
         made = sum(size for size, origin in zip(plain.outputs, plain.passes, strict=True) if origin < 0)
         return cls(
@@ -65,7 +65,7 @@ class LayerRow:
             backward=plain.backward_work,
             plain=plain,
             recomputed=recomputed,
-            lowered=lowered,
+            owners=owners,
         )
 
     def trace(self, recompute: bool) -> Trace:
@@ -140,7 +140,7 @@ def layer_table(
             row["kind"],
             Trace.from_json(row["plain"]),
             Trace.from_json(row["recomputed"]),
-            tuple(row.get("lowered", ())),
+            tuple(row.get("owners", ())),
         )
         for row in traced["rows"]
     ]
@@ -245,7 +245,7 @@ def _trace_model(
                         "kind": name,
                         "plain": both[0].as_json(),
                         "recomputed": both[1].as_json(),
-                        "lowered": _lowered(layer),
+                        "owners": _owners(layer),
                     }
                 )
             index[name] = found[key]
@@ -281,13 +281,14 @@ def _representative(name: str, spec: ModelSpec) -> str:
     return f"{stem}.{1 if stem == 'image.block' and int(number) and spec.image.drop_path else 0}"
 
 
-def _lowered(layer: Any) -> list[bool]:
-    """Parameters of the modules that deepspeed/runtime/torch_autocast.py (0.19.8) takes for safe in 16 bits."""
-    from torch import nn
-
-    safe = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    of_safe = {id(p) for m in layer.modules() if type(m) in safe for p in m.parameters(recurse=False)}
-    return [id(parameter) in of_safe for parameter in layer.parameters()]
+def _owners(layer: Any) -> list[str]:
+    """In the order of ``layer.parameters()``."""
+    found = {
+        id(parameter): f"{type(module).__name__}.{name}"
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    return [found[id(parameter)] for parameter in layer.parameters()]
 
 
 def _make_fake(layer: Any, dtype: Any) -> None:

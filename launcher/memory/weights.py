@@ -10,6 +10,9 @@ from launcher.memory.ledger import Ledger
 from launcher.memory.strategy import Strategy
 from launcher.memory.table import LayerTable
 
+Key = tuple[str, int]
+"""A parameter: layer and index."""
+
 OPTIMIZER_STATES = {
     "Adadelta": 2,
     "Adagrad": 1,
@@ -24,6 +27,10 @@ OPTIMIZER_STATES = {
     "SGD": 1,
 }
 """Tensors of a parameter's size that an optimizer keeps (SGD: with momentum)."""
+
+
+LOWERED_BY_AUTOCAST = {"Linear", "Conv1d", "Conv2d", "Conv3d"}
+"""Modules that deepspeed/runtime/torch_autocast.py (0.19.8) takes for safe in 16 bits."""
 
 
 class Weights(Protocol):
@@ -91,9 +98,12 @@ class Parameters:
             self.of[name] = list(zip(row.parameters, flags, strict=True))
             for index, (elements, trained) in enumerate(self.of[name]):
                 self.all.append((name, index, elements, trained))
+        owners = {(name, i): owner for name in names for i, owner in enumerate(table.layers[name].owners)}
+        self.linear_weights = frozenset(key for key, owner in owners.items() if owner == "Linear.weight")
         self.lowered = {
-            (name, index) for name in names for index, flag in enumerate(table.layers[name].lowered) if flag
+            key for key, owner in owners.items() if owner.partition(".")[0] in LOWERED_BY_AUTOCAST
         }
+        """What DeepSpeed's torch_autocast gathers and reduces in 16 bits."""
         self.elements = sum(elements for _, _, elements, _ in self.all)
         self.largest_of_all = max((elements for _, _, elements, _ in self.all), default=0)
         self.trained = [elements for _, _, elements, flag in self.all if flag]
@@ -151,7 +161,7 @@ class WholeWeights(AlwaysThere):
         self.ledger, self.parameters, self.strategy = ledger, parameters, strategy
         self.width = element_bytes(strategy)
         self.states = OPTIMIZER_STATES.get(strategy.optimizer, 2)
-        self.gradients: set[tuple[str, int]] = set()
+        self.gradients: set[Key] = set()
 
     def load(self) -> None:
         build_model(self.ledger, self.parameters, self.width)
