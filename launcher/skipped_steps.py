@@ -14,7 +14,7 @@ def why_to_stop(
 ) -> str | None:
     """Give the reason to stop after the last of ``results``, or None.
 
-    ``limit`` steps in a row were skipped; or one was while the loss scale stood at its minimum. While a dynamic
+    ``limit`` steps in a row were skipped; or several, down to the minimum of the loss scale. While a dynamic
     scale is on its way down, steps with a finite loss do not count: that is how it finds its value.
     ``sample_ids`` are those of the last step.
     """

@@ -6,12 +6,12 @@ store by its path, and leave signals to the rank.
 """
 
 import atexit
-import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,10 +102,10 @@ class Loader:
             yield from batches
         except (RuntimeError, OSError, EOFError) as error:
             # Which of them torch raises depends on what it was doing: waiting, or mapping a batch.
-            lost = [code for code in map(_exit_code, batches._workers) if code]
-            if not lost:
+            lost = _first_lost(batches._workers)
+            if lost is None:
                 raise
-            raise UserError(f"a data worker {_end_of(lost[0])}; fewer --workers need less memory") from error
+            raise UserError(f"a data worker {_end_of(lost)}; fewer --workers need less memory") from error
         finally:
             for worker in batches._workers:
                 worker.kill()
@@ -119,13 +119,9 @@ def _close_iterators() -> None:
     """Dismiss the workers of iterators that are still open when Python exits.
 
     Without this, multiprocessing ends them with SIGTERM, which they leave to the rank, and waits forever.
-    Those of an iterator that raised cannot be dismissed: the traceback keeps it, and them, alive.
     """
     for iterator in list(_open_iterators):
         iterator.close()
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
 
 
 class StoreBatches(Dataset):
@@ -198,11 +194,10 @@ def _empty(shape: tuple[int, ...]) -> Tensor:
     return tensor.set_(storage, 0, shape)
 
 
-def _exit_code(worker: Any) -> int | None:
-    """Of a worker that has ended or is about to: its pipe breaks shortly before the process is gone."""
-    worker.join(1)
-    code: int | None = worker.exitcode
-    return code
+def _first_lost(workers: Sequence[Any]) -> int | None:
+    """Exit code of a worker that has ended or is about to: its pipe breaks shortly before the process is gone."""
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1)
+    return next((worker.exitcode for worker in workers if worker.exitcode), None)
 
 
 def _end_of(exit_code: int) -> str:

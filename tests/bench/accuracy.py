@@ -10,12 +10,10 @@ beside: they count weights, gradients and optimizer state.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,40 +213,12 @@ def measure(found: list[Case], words: dict[Case, list[str]], folder: Path) -> di
 
 
 def fork_runs(source: Path) -> None:
-    """Import once, then fork the ranks of each run, as torchrun would start them."""
-    import importlib
+    """Import once, then fork the ranks of each run."""
+    from forked_ranks import fork_ranks, import_libraries
 
-    for name in ("deepspeed", "fairscale.nn", "fairscale.optim", "timm", "transformers", "launcher.opening"):
-        importlib.import_module(name)
-    from launcher import train
-    from launcher.memory.measure import _allocator
-
-    _allocator()
+    import_libraries()
     for run in json.loads(source.read_text()):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        children = []
-        for rank in range(run["ranks"]):
-            child = os.fork()
-            if not child:
-                with open(run["log"], "a") as log:
-                    os.dup2(log.fileno(), 1)
-                    os.dup2(log.fileno(), 2)
-                if run["ranks"] > 1:
-                    places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": run["ranks"]}
-                    places |= {"LOCAL_WORLD_SIZE": run["ranks"], "MASTER_PORT": port}
-                    places |= {"GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": port}
-                    os.environ |= {name: str(value) for name, value in places.items()}
-                    os.environ["MASTER_ADDR"] = "127.0.0.1"
-                try:
-                    code = train.main(run["arguments"])
-                except BaseException:
-                    traceback.print_exc()
-                    code = 1
-                os._exit(code)
-            children.append(child)
-        for child in children:
+        for child in fork_ranks(run["arguments"], run["ranks"], Path(run["log"])):
             os.waitpid(child, 0)
 
 

@@ -29,6 +29,7 @@ def main() -> None:
     from launcher.distributed import Distributed
     from launcher.opening import open_session
     from launcher.options import add_train_options
+    from launcher.signals import StopRequest
     from models.build import build_layers
     from models.layer import repeated_names, set_recompute
     from models.losses import Objectives
@@ -46,6 +47,7 @@ def main() -> None:
                 ]
             ),
             Distributed.from_environment({}),
+            StopRequest(),
         )
         spec = session.plan.spec
         layers = build_layers(spec)
