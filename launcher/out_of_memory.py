@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from launcher.plan_command import plan_command
 from models.errors import DoesNotFit
 
 if TYPE_CHECKING:
@@ -29,15 +30,18 @@ class Watch:
 
 
 @contextlib.contextmanager
-def out_of_memory_explained() -> Iterator[Watch]:
-    """Turn an allocator's failure into one DoesNotFit; every other exception passes."""
+def out_of_memory_explained(model: str) -> Iterator[Watch]:
+    """Turn an allocator's failure into one DoesNotFit; every other exception passes.
+
+    ``model`` as it was asked for: a name or a file.
+    """
     watch = Watch()
     try:
         yield watch
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise DoesNotFit(_explain(error, watch.session)) from error
+        raise DoesNotFit(_explain(error, watch.session, model)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -64,7 +68,7 @@ def place_of(trace: TracebackType | None) -> tuple[str, str]:
     return phase, layer
 
 
-def _explain(error: BaseException, session: "Session | None") -> str:
+def _explain(error: BaseException, session: "Session | None", model: str) -> str:
     phase, layer = place_of(error.__traceback__)
     where = f"{phase} of {layer}" if layer else phase
     if session is None:
@@ -78,10 +82,12 @@ def _explain(error: BaseException, session: "Session | None") -> str:
         items = sorted(worst.items.items(), key=lambda item: -item[1])[:3]
         parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in items)
         line += f"; predicted {worst.total_bytes / 2**20:,.0f} ({parts})"
-    plan = session.plan
-    batch = plan.config.micro_batch_size * plan.config.accumulation_steps * session.engine.data_world
-    gpu = "cpu" if session.device.type == "cpu" else "A100-80"
-    return (
-        f"{line}\nfor a plan that fits: vlfit plan --model {plan.spec.name} --gpu {gpu} "
-        f"--memory {measured / 2**30:.3g} --gpus-per-node {session.distributed.world_size} --global-batch {batch}"
+    command = plan_command(
+        model,
+        "cpu" if session.device.type == "cpu" else "A100-80",
+        gpus_per_node=session.distributed.world_size // session.distributed.nodes,
+        nodes=session.distributed.nodes,
+        global_batch=session.plan.config.global_batch_size,
+        memory_gib=measured / 2**30,
     )
+    return f"{line}\nfor a plan that fits: {command}"

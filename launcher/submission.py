@@ -77,13 +77,15 @@ def check_memory(job: SlurmJob, arguments: argparse.Namespace) -> None:
     """Refuse a plan that will not fit ``--gpu``, with what it needs. Raises DoesNotFit."""
     from launcher.estimate import estimate
     from launcher.plan import DEFAULT_MODEL
+    from launcher.plan_command import plan_command
     from models.errors import DoesNotFit
 
     arguments = _separate_partitions(arguments)
+    model = arguments.model or DEFAULT_MODEL
     planned, capacity_bytes = estimate(
         argparse.Namespace(
             config=arguments.config,
-            model=arguments.model or DEFAULT_MODEL,
+            model=model,
             partition=arguments.partition,
             pipeline=arguments.pipeline,
             world_size=job.world_size,
@@ -94,12 +96,16 @@ def check_memory(job: SlurmJob, arguments: argparse.Namespace) -> None:
     )
     if planned.over_bytes:
         worst = planned.prediction.worst
+        command = plan_command(
+            model,
+            arguments.gpu,
+            gpus_per_node=job.gpus_per_node,
+            nodes=job.nodes,
+            global_batch=planned.choices["global_batch_size"],
+        )
         raise DoesNotFit(
             f"this plan needs {planned.needed_bytes / 2**30:.1f} GiB on {worst.device} and {arguments.gpu} has "
-            f"{capacity_bytes / 2**30:.1f} GiB; find one that fits: vlfit plan --model "
-            f"{shlex.quote(arguments.model or DEFAULT_MODEL)} --gpu {shlex.quote(arguments.gpu)} "
-            f"--gpus-per-node {max(1, job.gpus_per_node)} --nodes {job.nodes} --global-batch "
-            f"{planned.choices['global_batch_size']}"
+            f"{capacity_bytes / 2**30:.1f} GiB; find one that fits: {command}"
         )
 
 

@@ -22,9 +22,6 @@ from launcher.signals import StopRequest  # noqa: E402
 from launcher.umask import keep_others_from_writing  # noqa: E402
 from models.errors import UserError  # noqa: E402
 
-DEFAULT_SEED = 0
-DEFAULT_WORKERS = 0
-
 
 def main(argv: list[str] | None = None, stop: StopRequest | None = None) -> int:
     """Parse, train, and turn an expected error into one line and its exit code."""
@@ -48,10 +45,11 @@ def train(arguments: argparse.Namespace, stop: StopRequest) -> int:
     from launcher.distributed import Distributed
     from launcher.opening import open_session
     from launcher.out_of_memory import out_of_memory_explained
+    from launcher.plan import DEFAULT_MODEL
 
     keep_others_from_writing()
     distributed = Distributed.from_environment(os.environ)
-    with stop, out_of_memory_explained() as watch:
+    with stop, out_of_memory_explained(arguments.model or DEFAULT_MODEL) as watch:
         watch.session = session = open_session(arguments, distributed, stop)
         try:
             started = time.perf_counter()

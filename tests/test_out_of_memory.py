@@ -61,5 +61,5 @@ def test_only_allocators_are_out_of_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert place_of(failed.value.__traceback__) == ("load", "")
-    with pytest.raises(RuntimeError, match="cannot be multiplied"), out_of_memory_explained():
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), out_of_memory_explained("demo"):
         torch.ones(2, 3) @ torch.ones(2, 3)

@@ -128,7 +128,7 @@ def table_for(strategy: Strategy) -> LayerTable:
         strategy.precision,
         strategy.rows,
         strategy.device_type,
-        strategy.engine == "zero" and strategy.precision.startswith("autocast"),
+        strategy.engine != "fairscale" and strategy.precision.startswith("autocast"),
         strategy.zero.stage == 3 and bool(strategy.recompute),
         strategy.micro_batch_size if strategy.engine == "fairscale" else None,
     )
