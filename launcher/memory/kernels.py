@@ -11,7 +11,9 @@ from torch.nn import functional
 
 @contextlib.contextmanager
 def kernels_of(device_type: str) -> Iterator[None]:
-    """Trace as this device type would run. ``cpu``: as it is. ``cuda``: with these in the place of the CPU's:
+    """Trace as this device type would run, with torch's own linear layer: DeepSpeed's ``zero.Init`` (0.19.8) leaves
+    another one in its place for the rest of the process. ``cpu``: else as it is. ``cuda``: with these in the place of
+    the CPU's:
 
     - dropout: one fused kernel that keeps a mask of one byte per element (aten ``native_dropout``; the CPU
       keeps a mask of the activations' dtype).
@@ -22,15 +24,14 @@ def kernels_of(device_type: str) -> Iterator[None]:
     The functions are replaced, not intercepted by a mode: recomputation runs in the backward pass, where modes
     are off.
     """
-    if device_type != "cuda":
-        yield
-        return
-    replaced = {
-        "dropout": _dropout,
-        "scaled_dot_product_attention": _attention,
-        "layer_norm": _in_fp32(functional.layer_norm),
-        "softmax": _in_fp32(functional.softmax),
-    }
+    replaced: dict[str, Any] = {"linear": torch._C._nn.linear}
+    if device_type == "cuda":
+        replaced |= {
+            "dropout": _dropout,
+            "scaled_dot_product_attention": _attention,
+            "layer_norm": _in_fp32(functional.layer_norm),
+            "softmax": _in_fp32(functional.softmax),
+        }
     originals = {name: getattr(functional, name) for name in replaced}
     try:
         for name, function in replaced.items():
