@@ -10,10 +10,12 @@ from torch.nn import functional
 
 
 @contextlib.contextmanager
-def kernels_of(device_type: str) -> Iterator[None]:
-    """Trace as this device type would run, with torch's own linear layer: DeepSpeed's ``zero.Init`` (0.19.8) leaves
-    another one in its place for the rest of the process. ``cpu``: else as it is. ``cuda``: with these in the place of
-    the CPU's:
+def kernels_of(device_type: str, zero_3: bool = False) -> Iterator[None]:
+    """Trace as this device type would run.
+
+    The linear layer is torch's own, or with ``zero_3`` DeepSpeed's: ``zero.Init`` (0.19.8) puts it in the other's place
+    for the rest of the process, so that neither may be taken from there. All else is on ``cpu`` as it is, and on
+    ``cuda`` with these in the place of the CPU's:
 
     - dropout: one fused kernel that keeps a mask of one byte per element (aten ``native_dropout``; the CPU
       keeps a mask of the activations' dtype).
@@ -24,7 +26,7 @@ def kernels_of(device_type: str) -> Iterator[None]:
     The functions are replaced, not intercepted by a mode: recomputation runs in the backward pass, where modes
     are off.
     """
-    replaced: dict[str, Any] = {"linear": torch._C._nn.linear}
+    replaced: dict[str, Any] = {"linear": _linear_of_zero_3 if zero_3 else torch._C._nn.linear}
     if device_type == "cuda":
         replaced |= {
             "dropout": _dropout,
@@ -49,6 +51,41 @@ def _in_fp32(function: Any) -> Any:
         return function(tensor, *args, **kwargs)
 
     return with_fp32
+
+
+def _linear_of_zero_3(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _Linear.apply(input, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    """What DeepSpeed's linear layer keeps and makes (deepspeed/runtime/zero/linear.py, 0.19.8).
+
+    It keeps input, weight and bias as they came in, not as autocast casts them, and casts again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight, bias)
+        ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        if bias is not None and input.dim() == 2:
+            return torch.addmm(bias, input, weight.t())
+        product = input.matmul(weight.t())
+        return product if bias is None else product.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        enabled, dtype = ctx.autocast
+        of_input = of_weight = of_bias = None
+        with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+            if needs_input:
+                of_input = gradient.matmul(weight)
+            if needs_weight:
+                of_weight = gradient.flatten(0, -2).t().matmul(input.flatten(0, -2))
+            if bias is not None and needs_bias:
+                of_bias = gradient.sum(list(range(gradient.dim() - 1)))
+        return of_input, of_weight, of_bias
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ def scaled_table(
     rows: int,
     device_type: str,
     around: bool,
-    reentrant: bool,
+    zero_3: bool,
     whole_rows: int | None = None,
 ) -> LayerTable:
     """Give the table for ``rows`` rows, from the lines through two small ones (itself where it is one of those).
@@ -41,7 +41,7 @@ def scaled_table(
             rows=count,
             device_type=device_type,
             around=around and precision.startswith("autocast"),
-            reentrant=reentrant,
+            zero_3=zero_3,
         )
 
     small, large = (traced(count) for count in anchors(spec))
@@ -57,12 +57,13 @@ def traced_ahead(spec: ModelSpec, precisions: Sequence[Precision], device_type: 
     """Trace what a search of these precisions starts from, in two processes, into the cache on disk.
 
     Within the context the second one goes on with what only some of the candidates need: weights cast by an
-    autocast around the model, ZeRO-3's reentrant recomputation. What is not there when it is asked for is traced then.
+    autocast around the model, ZeRO-3's recomputation and linear layer. What is not there
+    when it is asked for is traced then.
     """
     first = [(precision, rows, False, False) for precision in precisions for rows in anchors(spec)]
     later = [
-        (precision, rows, precision.startswith("autocast"), reentrant)
-        for reentrant in (False, True)
+        (precision, rows, precision.startswith("autocast"), zero_3)
+        for zero_3 in (False, True)
         for precision in precisions[1:]
         for rows in anchors(spec)
     ]
@@ -80,7 +81,7 @@ def traced_ahead(spec: ModelSpec, precisions: Sequence[Precision], device_type: 
 
 def _trace(spec: ModelSpec, wanted: Sequence[tuple[Precision, int, bool, bool]], device_type: str) -> None:
     """Into the cache; a failure comes again, and is reported, where the table is used."""
-    for precision, rows, around, reentrant in wanted:
+    for precision, rows, around, zero_3 in wanted:
         with contextlib.suppress(Exception):
             layer_table(
                 spec,
@@ -88,7 +89,7 @@ def _trace(spec: ModelSpec, wanted: Sequence[tuple[Precision, int, bool, bool]],
                 rows=rows,
                 device_type=device_type,
                 around=around,
-                reentrant=reentrant,
+                zero_3=zero_3,
             )
 
 

@@ -129,7 +129,7 @@ def table_for(strategy: Strategy) -> LayerTable:
         strategy.rows,
         strategy.device_type,
         strategy.engine != "fairscale" and strategy.precision.startswith("autocast"),
-        strategy.zero.stage == 3 and bool(strategy.recompute),
+        strategy.zero.stage == 3,
         strategy.micro_batch_size if strategy.engine == "fairscale" else None,
     )
 

@@ -33,7 +33,7 @@ def table_of(strategy: Strategy) -> LayerTable:
         text_length=strategy.length,
         device_type=strategy.device_type,
         around=strategy.engine != "fairscale",
-        reentrant=strategy.zero.stage == 3,
+        zero_3=strategy.zero.stage == 3,
         ranks=strategy.data_world,
         whole_rows=strategy.micro_batch_size if strategy.engine == "fairscale" else strategy.rows,
     )

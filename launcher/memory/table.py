@@ -105,7 +105,7 @@ def layer_table(
     text_length: int | None = None,
     device_type: str = "cuda",
     around: bool = False,
-    reentrant: bool = False,
+    zero_3: bool = False,
     ranks: int = 1,
     whole_rows: int | None = None,
 ) -> LayerTable:
@@ -113,8 +113,8 @@ def layer_table(
 
     ``rows`` pass a layer at once. ``device_type`` decides which kernels are assumed (``cuda``: fused dropout and
     attention) though no device is touched. ``around``: the engine holds an autocast around the whole model, as
-    DeepSpeed does, which keeps cast weights. ``reentrant`` recomputation is ZeRO-3's. ITC gathers from ``ranks``.
-    ``whole_rows`` is what the loss sees where a pipeline has cut the batch into chunks (default: ``rows``).
+    DeepSpeed does, which keeps cast weights. ``zero_3``: recomputation is reentrant there, and the linear
+    layer DeepSpeed's. ITC gathers from ``ranks``. ``whole_rows`` is what the loss sees where a pipeline has cut the batch into chunks (default: ``rows``).
     """
     length = text_length or spec.text.length
     key = {
@@ -124,14 +124,14 @@ def layer_table(
         "length": length,
         "device": device_type,
         "around": around,
-        "reentrant": reentrant,
+        "zero_3": zero_3,
         "ranks": ranks,
         "whole_rows": whole_rows or rows,
     }
 
     def trace() -> dict[str, Any]:
         return _trace_model(
-            spec, precision, rows, length, device_type, around, reentrant, ranks, whole_rows or rows
+            spec, precision, rows, length, device_type, around, zero_3, ranks, whole_rows or rows
         )
 
     traced = cached("layers", key, trace)
@@ -164,7 +164,7 @@ def _trace_model(
     length: int,
     device_type: str,
     around: bool,
-    reentrant: bool,
+    zero_3: bool,
     ranks: int,
     whole_rows: int,
 ) -> dict[str, Any]:
@@ -189,11 +189,11 @@ def _trace_model(
     names = layer_names(spec)
     few = {layer.name: layer for layer in build_layers(_shortened(spec), device="meta")}
     example = example_state(spec, rows, length=length, device="meta")
-    with FakeTensorMode(), kernels_of(device_type):
+    with FakeTensorMode(), kernels_of(device_type, zero_3):
         for layer in few.values():
             _make_fake(layer, weights)
             layer.autocast = autocast
-            layer.reentrant = reentrant
+            layer.reentrant = zero_3
         state: tuple[torch.Tensor, ...] = tuple(_like(tensor) for tensor in example)
         input_bytes = [tensor.nbytes for tensor in state]
         states: dict[str, tuple[torch.Tensor, ...]] = {}
