@@ -129,7 +129,8 @@ def table_for(strategy: Strategy) -> LayerTable:
         strategy.rows,
         strategy.device_type,
         strategy.engine != "fairscale" and strategy.precision.startswith("autocast"),
-        strategy.zero.stage == 3,
+        # Without recomputation the tables differ by little, and the best plan is traced for itself in the end.
+        strategy.zero.stage == 3 and bool(strategy.recompute),
         strategy.micro_batch_size if strategy.engine == "fairscale" else None,
     )
 

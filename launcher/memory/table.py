@@ -114,7 +114,8 @@ def layer_table(
     ``rows`` pass a layer at once. ``device_type`` decides which kernels are assumed (``cuda``: fused dropout and
     attention) though no device is touched. ``around``: the engine holds an autocast around the whole model, as
     DeepSpeed does, which keeps cast weights. ``zero_3``: recomputation is reentrant there, and the linear
-    layer DeepSpeed's. ITC gathers from ``ranks``. ``whole_rows`` is what the loss sees where a pipeline has cut the batch into chunks (default: ``rows``).
+    layer DeepSpeed's. ITC gathers from ``ranks``. ``whole_rows`` is what the
+    loss sees where a pipeline has cut the batch into chunks (default: ``rows``).
     """
     length = text_length or spec.text.length
     key = {
